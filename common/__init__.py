@@ -1,0 +1,1 @@
+"""Shared by both services; nobody imports this package itself, only its submodules."""

@@ -1,0 +1,1 @@
+"""Checkpoint reading: safetensors, tokenizers, and what a load report says."""

@@ -1,0 +1,1 @@
+"""The verifier service: owns requests, the target model and the truth."""
