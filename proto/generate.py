@@ -47,7 +47,9 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         return generate(ROOT)
     if names := drifted():
-        raise SystemExit(f"stubs differ from proto/: {', '.join(names)}; run python proto/generate.py")
+        raise SystemExit(
+            f"stubs differ from proto/: {', '.join(names)}; run python proto/generate.py"
+        )
 
 
 if __name__ == "__main__":
