@@ -1,6 +1,6 @@
 """The facts on which drafter and verifier must agree, and the comparison that refuses a mismatch.
 
-Pure; both sides build it from config.json files. Knows nothing of protobuf: the two services convert.
+Pure; both sides build it from config.json files. Knows nothing of protobuf: the services convert.
 """
 
 from dataclasses import dataclass, fields

@@ -6,7 +6,7 @@ status. Messages name the thing, its value, what is allowed and the next step.
 
 
 class DsparkError(Exception):
-    """Base. `status` is a `grpc.StatusCode` name; `retry_after_ms` is sent as google.rpc.RetryInfo."""
+    """Base. `status` is a `grpc.StatusCode` name; `retry_after_ms` becomes google.rpc.RetryInfo."""
 
     status = "INTERNAL"
     retry_after_ms: int | None = None

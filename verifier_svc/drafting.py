@@ -1,7 +1,7 @@
 """The promise between engine and drafter: what a draft is, and who may give one.
 
-Pure but for numpy arrays of a few kB. `drafter_client.py` keeps the promise over gRPC; `NoDrafter` is
-plain decoding; tests plug in their own.
+Pure but for numpy arrays of a few kB. `drafter_client.py` keeps the promise over gRPC; `NoDrafter`
+is plain decoding; tests plug in their own.
 """
 
 from dataclasses import dataclass, field

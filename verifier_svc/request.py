@@ -119,10 +119,10 @@ class Times:
 
 @dataclass(eq=False)
 class Request:
-    """One admitted generation. Identity is the object itself; engine thread owns it after admission.
+    """One admitted generation. Identity is the object; the engine thread owns it after admission.
 
-    Invariant between rounds of a decoding request: `num_computed == len(token_ids) - 1`: every token
-    but the anchor (the last one) has its KV and its feature row.
+    Invariant between rounds of a decoding request: `num_computed == len(token_ids) - 1`, that is,
+    every token but the anchor (the last one) has its KV and its feature row.
     """
 
     request_id: str
@@ -159,7 +159,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Entry:
-    """One request's share of a step: the tokens [start, start + num_tokens) go through the target."""
+    """One request's share of a step: positions [start, start + num_tokens) go through the target."""
 
     request: Request
     start: int  # first position computed = request.num_computed
@@ -185,8 +185,8 @@ class Plan:
 class Verdict:
     """What verification decided for one entry that samples.
 
-    `token_ids` = accepted drafts, then one correction or bonus token of the target's own; not yet cut
-    at stops, which is `scheduler.commit`'s job, token by token.
+    `token_ids` = accepted drafts, then one correction or bonus token of the target's own; not yet
+    cut at stops, which is `scheduler.commit`'s job, token by token.
     """
 
     num_drafts: int  # drafts that went through the target

@@ -1,4 +1,4 @@
-"""Rules about the tree: budgets, one-way imports, purity, edges. Reads source only; imports nothing of it."""
+"""Rules about the tree: budgets, one-way imports, purity, edges. Reads source, imports nothing."""
 
 import ast
 from collections.abc import Iterator

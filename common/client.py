@@ -1,0 +1,97 @@
+"""A small synchronous client of the verifier: what the command line, the demo and the benches use.
+
+An edge: it imports the stubs so that its callers need not. Yields the protobuf messages as they come.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from common.errors import Unavailable
+from common.pb.v1 import verifier_pb2, verifier_pb2_grpc
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass
+class Generation:
+    """One finished stream, collected."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: Any = None  # verifier_pb2.Finished
+    first_token_s: float = 0.0  # from the call to the first delta
+    total_s: float = 0.0  # from the call to the end of the stream
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first delta's over the time after it, as the client saw it."""
+        seconds = self.total_s - self.first_token_s
+        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
+
+
+class VerifierClient:
+    """One channel to one verifier; `address` is unix:PATH or HOST:PORT."""
+
+    def __init__(self, address: str) -> None:
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._stub = verifier_pb2_grpc.VerifierServiceStub(self._channel)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        coupled: bool = False,
+        drafting: bool = True,
+        timeout_s: float | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[Any]:
+        """Yields GenerateResponse messages. Raises grpc.RpcError with the server's status."""
+        request = verifier_pb2.GenerateRequest(
+            sampling=verifier_pb2.Sampling(
+                temperature=temperature,
+                seed=seed,
+                mode="SAMPLING_MODE_COUPLED" if coupled else "SAMPLING_MODE_REJECTION",
+            ),
+            stopping=verifier_pb2.Stopping(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            speculation=verifier_pb2.Speculation(enabled=drafting),
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        yield from self._stub.Generate(request, timeout=timeout_s)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """Runs `stream` to its end."""
+        result, started = Generation(), time.perf_counter()
+        for response in self.stream(prompt, **options):
+            kind = response.WhichOneof("event")
+            if kind == "delta":
+                result.first_token_s = result.first_token_s or time.perf_counter() - started
+                result.token_ids.extend(response.delta.token_ids)
+                result.text += response.delta.text
+            elif kind == "finished":
+                result.finished = response.finished
+                result.text += response.finished.text
+        result.total_s = time.perf_counter() - started
+        return result
+
+    def info(self, timeout_s: float = 5.0) -> Any:
+        """GetVerifierInfoResponse. Raises Unavailable when nothing answers."""
+        try:
+            return self._stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise Unavailable(f"no verifier answers at {self.address}: {error.details()}") from None
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
