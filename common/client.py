@@ -1,6 +1,6 @@
 """A small synchronous client of the verifier: what the command line, the demo and the benches use.
 
-An edge: it imports the stubs so that its callers need not. Yields the protobuf messages as they come.
+An edge: it imports the stubs so that its callers need not. Yields the protobuf messages it gets.
 """
 
 import time

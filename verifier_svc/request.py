@@ -159,7 +159,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Entry:
-    """One request's share of a step: positions [start, start + num_tokens) go through the target."""
+    """One request's share of a step: positions [start, start + num_tokens) go through the model."""
 
     request: Request
     start: int  # first position computed = request.num_computed
