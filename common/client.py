@@ -92,6 +92,21 @@ class VerifierClient:
         except grpc.RpcError as error:
             raise Unavailable(f"no verifier answers at {self.address}: {error.details()}") from None
 
+    def wait_for_drafter(self, timeout_s: float = 30.0) -> None:
+        """Returns once the verifier's link to its drafter is ready. Raises Unavailable."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            drafter = self.info().drafter
+            if drafter.state == verifier_pb2.DrafterStatus.STATE_READY:
+                return
+            if time.monotonic() > deadline:
+                state = verifier_pb2.DrafterStatus.State.Name(drafter.state)
+                raise Unavailable(
+                    f"the verifier at {self.address} has no drafter after {timeout_s:g} s: "
+                    f"{state} at {drafter.address!r} {drafter.detail}"
+                )
+            time.sleep(0.05)
+
     def close(self) -> None:
         """Closes the channel."""
         self._channel.close()

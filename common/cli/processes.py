@@ -22,7 +22,7 @@ STOP_GRACE_S = 10.0
 class ServiceProcess:
     """One `python -m MODULE FLAGS` in its own session, so that Ctrl-C reaches only the parent.
 
-    Its output goes to `log`. Use as a context manager: leaving the block sends SIGTERM, then SIGKILL.
+    Its output goes to `log`. Use as a context manager: leaving it sends SIGTERM, then SIGKILL.
     """
 
     def __init__(self, module: str, flags: list[str], *, listen: str, log: Path) -> None:
