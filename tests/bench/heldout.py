@@ -1,0 +1,85 @@
+"""Acceptance and end-to-end speed-up of the embedded pair on the 30 held-out prompts.
+
+    python tests/bench/heldout.py [--runs 5] [--max-tokens 128] [--limit N]
+
+Both services run as processes on Unix sockets, one thread each; every prompt is generated at
+temperature 0 without and with drafting, in turn, on one verifier. A run is one pass over all prompts;
+the figures are medians over runs, the speed-up is the ratio of total tokens/s within a run.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console
+
+from common.cli.demo import DemoPair, embedded_pair
+from common.client import Generation, VerifierClient
+from common.loading.chat import ChatTemplate
+
+PROMPTS = Path(__file__).resolve().parents[2] / "drafter_svc/training/heldout_prompts.json"
+
+
+def one_pass(
+    client: VerifierClient, prompts: list[tuple[str, str]], max_tokens: int
+) -> dict[bool, list[Generation]]:
+    """All prompts, each plainly and drafted, one after the other."""
+    done: dict[bool, list[Generation]] = {False: [], True: []}
+    for _, prompt in prompts:
+        for drafting in (False, True):
+            done[drafting].append(
+                client.generate(prompt, temperature=0.0, max_tokens=max_tokens, drafting=drafting)
+            )
+    return done
+
+
+def tokens_per_s(generations: list[Generation]) -> float:
+    """All decoded tokens over all decoding time."""
+    tokens = sum(len(g.token_ids) - 1 for g in generations)
+    return tokens / sum(g.total_s - g.first_token_s for g in generations)
+
+
+def acceptance_length(generations: list[Generation]) -> float:
+    """Tokens per round over all rounds, the bonus counted."""
+    stats = [g.finished.speculation for g in generations]
+    rounds = sum(s.num_rounds for s in stats)
+    return (rounds + sum(s.num_accepted_tokens for s in stats)) / rounds
+
+
+def main() -> None:
+    """Prints one line per run, then the medians as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--limit", type=int, default=30)
+    args = parser.parse_args()
+    console = Console(stderr=True)
+    target, drafter = embedded_pair(console)
+    chat = ChatTemplate(target)
+    rows = json.loads(PROMPTS.read_text())[: args.limit]
+    prompts = [(r["kind"], chat.render([{"role": "user", "content": r["prompt"]}])) for r in rows]
+    results: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="dspark-bench-") as folder:
+        pair = DemoPair(target, drafter, Path(folder))
+        with pair.drafter(), pair.verifier() as client:
+            one_pass(client, prompts[:1], 16)
+            for index in range(args.runs):
+                done = one_pass(client, prompts, args.max_tokens)
+                plain, drafted = tokens_per_s(done[False]), tokens_per_s(done[True])
+                results["plain_tokens_per_s"].append(plain)
+                results["drafted_tokens_per_s"].append(drafted)
+                results["speedup"].append(drafted / plain)
+                results["acceptance_length"].append(acceptance_length(done[True]))
+                for kind in sorted({kind for kind, _ in prompts}):
+                    own = [g for (k, _), g in zip(prompts, done[True], strict=True) if k == kind]
+                    results[f"acceptance_length_{kind}"].append(acceptance_length(own))
+                print(f"run {index}: {drafted / plain:.3f}x", file=sys.stderr)
+    print(json.dumps({name: round(statistics.median(v), 3) for name, v in results.items()}))
+
+
+if __name__ == "__main__":
+    main()
