@@ -3,7 +3,7 @@
     python tests/bench/heldout.py [--runs 5] [--max-tokens 128] [--limit N]
 
 Both services run as processes on Unix sockets, one thread each; every prompt is generated at
-temperature 0 without and with drafting, in turn, on one verifier. A run is one pass over all prompts;
+temperature 0 without and with drafting, in turn, on one verifier. A run is one pass over them all;
 the figures are medians over runs, the speed-up is the ratio of total tokens/s within a run.
 """
 
