@@ -1,0 +1,196 @@
+"""Which sessions are open, how long their contexts are, which KV blocks they own, who must go.
+
+Pure: knows neither torch nor grpc nor the clock (callers pass `now`). Engine thread only.
+
+A session is named by (link, session id): `link` is one verifier's stream. Any refusal but STALE means
+that the session is not held any more, so that one answer fits them all: start again at row 0.
+"""
+
+import enum
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+
+class Status(enum.Enum):
+    """What became of one entry; all but STALE travel back (drafter.proto `Proposal.Status`)."""
+
+    OK = "ok"
+    UNKNOWN_SESSION = "unknown_session"
+    BASE_MISMATCH = "base_mismatch"
+    NO_ROOM = "no_room"
+    INVALID = "invalid"
+    STALE = "stale"  # belongs to an earlier epoch: dropped and counted
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an entry was not taken."""
+
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Capacity, fixed at start."""
+
+    num_blocks: int  # KV blocks shared by all sessions
+    kv_block_size: int  # tokens per KV block
+    block_size: int  # scratch rows behind every context: the drafter's B
+    max_sessions: int  # of all verifiers together
+    max_sessions_per_link: int
+    max_context_len: int  # tokens one session may hold, scratch included
+    evict_idle_s: float = 1.0  # a session unused for so long makes room for others
+
+
+@dataclass(eq=False)
+class Session:
+    """One request's context. `length` rows are held: the position of the next anchor."""
+
+    link: int
+    session_id: int
+    epoch: int
+    length: int = 0
+    block_table: list[int] = field(default_factory=list)
+    last_used: float = 0.0  # caller's clock, seconds
+    live: bool = True  # False once its blocks went back
+
+
+class SessionTable:
+    """All sessions of all verifiers over one pool of KV blocks.
+
+    Room is made by evicting, least recently used first, sessions that are idle, or that belong to a
+    link holding more than its equal share of blocks while the asking link is within its own.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._free = list(range(limits.num_blocks - 1, -1, -1))
+        self._sessions: OrderedDict[tuple[int, int], Session] = OrderedDict()  # oldest use first
+        self._links: set[int] = set()
+        self._blocks_of: Counter[int] = Counter()  # link -> KV blocks held
+        self._sessions_of: Counter[int] = Counter()  # link -> sessions held
+        self._evicted: list[tuple[int, int]] = []
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions held now."""
+        return len(self._sessions)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that nobody owns."""
+        return len(self._free)
+
+    def open_link(self, link: int) -> None:
+        """A verifier joined: the equal share of blocks shrinks."""
+        self._links.add(link)
+
+    def close_link(self, link: int) -> None:
+        """A verifier left: all of its sessions go, without notice."""
+        self._links.discard(link)
+        for session in [s for s in self._sessions.values() if s.link == link]:
+            self._drop(session)
+
+    def close(self, link: int, session_id: int) -> None:
+        """The request ended; closing what is not open is fine (it may have been evicted)."""
+        session = self._sessions.get((link, session_id))
+        if session is not None:
+            self._drop(session)
+
+    def take_evicted(self) -> list[tuple[int, int]]:
+        """(link, session id) of every session evicted since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def extend(
+        self, link: int, session_id: int, epoch: int, base_len: int, num_rows: int, now: float
+    ) -> Session | Refusal:
+        """Makes room for rows [base_len, base_len + num_rows) and the scratch block behind them.
+
+        `base_len` 0 with a new epoch starts the session. On success the rows count as held: the
+        caller writes them before it drafts from the session.
+        """
+        assert link in self._links, f"link {link} was never opened"
+        session = self._sessions.get((link, session_id))
+        if session is not None and epoch < session.epoch:
+            return Refusal(Status.STALE, f"epoch {epoch} is over, {session.epoch} runs")
+        if session is not None and epoch > session.epoch:
+            self._drop(session)
+            session = None
+        if session is None:
+            if base_len > 0:
+                detail = f"{base_len} rows of epoch {epoch} are not held here"
+                return Refusal(Status.UNKNOWN_SESSION, detail)
+            session = Session(link, session_id, epoch)
+        elif base_len != session.length:
+            self._drop(session)
+            detail = f"{session.length} rows are held, base_len is {base_len}"
+            return Refusal(Status.BASE_MISMATCH, detail)
+        refusal = self._grow(session, num_rows, now)
+        if refusal is not None:
+            self.close(link, session_id)
+            return refusal
+        return session
+
+    def _grow(self, session: Session, num_rows: int, now: float) -> Refusal | None:
+        """Gives `session` its blocks and enters it into the table, or says why not."""
+        limits, key = self.limits, (session.link, session.session_id)
+        total = session.length + num_rows + limits.block_size
+        if total > limits.max_context_len:
+            return Refusal(
+                Status.NO_ROOM,
+                f"{total} tokens, one session holds at most {limits.max_context_len}",
+            )
+        opening = key not in self._sessions
+        if opening and self._sessions_of[session.link] >= limits.max_sessions_per_link:
+            detail = f"a verifier may hold at most {limits.max_sessions_per_link} sessions"
+            return Refusal(Status.NO_ROOM, detail)
+        num_blocks = -(-total // limits.kv_block_size) - len(session.block_table)
+        if not self._make_room(session, num_blocks, opening, now):
+            detail = (
+                f"{num_blocks} KV blocks wanted, {len(self._free)} free; "
+                f"{len(self._sessions)} of {limits.max_sessions} sessions open"
+            )
+            return Refusal(Status.NO_ROOM, detail)
+        session.block_table += [self._free.pop() for _ in range(num_blocks)]
+        self._blocks_of[session.link] += num_blocks
+        if opening:
+            self._sessions[key] = session
+            self._sessions_of[session.link] += 1
+        self._sessions.move_to_end(key)
+        session.length += num_rows
+        session.last_used = now
+        return None
+
+    def _make_room(self, asking: Session, num_blocks: int, opening: bool, now: float) -> bool:
+        """Evicts until `asking` fits; evicts nobody when it would not fit even so."""
+        room, slots = len(self._free), self.limits.max_sessions - len(self._sessions)
+        if room >= num_blocks and slots >= opening:
+            return True
+        share = self.limits.num_blocks // max(1, len(self._links))
+        within_share = self._blocks_of[asking.link] + num_blocks <= share
+        held = Counter(self._blocks_of)
+        victims = []
+        for other in self._sessions.values():
+            if other is asking:
+                continue
+            idle = now - other.last_used >= self.limits.evict_idle_s
+            yields = within_share and other.last_used < now and held[other.link] > share
+            if idle or yields:
+                victims.append(other)
+                room, slots = room + len(other.block_table), slots + 1
+                held[other.link] -= len(other.block_table)
+                if room >= num_blocks and slots >= opening:
+                    for victim in victims:
+                        self._drop(victim)
+                        self._evicted.append((victim.link, victim.session_id))
+                    return True
+        return False
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.link, session.session_id]
+        session.live = False
+        self._free += session.block_table
+        self._blocks_of[session.link] -= len(session.block_table)
+        self._sessions_of[session.link] -= 1
