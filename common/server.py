@@ -30,7 +30,6 @@ from common.telemetry import Telemetry
 log = logging.getLogger(__name__)
 
 MAX_UNIX_PATH_BYTES = 107  # sockaddr_un of Linux, less the closing zero
-CUT_GRACE_S = 2.0  # for cut streams to deliver their last message
 WATCH_GRACE_S = 0.2  # for health watchers, which never end by themselves
 
 # Pings every 10 s are welcome, also without calls: idle generations and draft streams must survive
@@ -67,7 +66,7 @@ class Service(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends what is still running, stops threads. Called once, also after a failed start."""
+        """Ends what is still running and delivers those ends, then stops threads. Called once."""
         ...
 
 
