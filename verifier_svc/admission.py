@@ -1,7 +1,7 @@
 """Turns what a client asked for into a Request, or says exactly why it can never work.
 
 Pure: knows neither torch, grpc nor the tokenizer; the service tokenises text before it asks here.
-Every refusal is an InvalidRequest that names the field, its value, what is allowed and the next step.
+Every refusal is an InvalidRequest naming the field, its value, what is allowed and the next step.
 Field meanings, defaults and limits are those of proto/dspark/v1/verifier.proto.
 """
 
