@@ -33,20 +33,23 @@ class Echo:
 
     def __init__(self, address: str, scenario: Scenario) -> None:
         self.address, self.scenario = address, scenario
-        self.finish = asyncio.Event()
+        self.finish, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
         self.admitting, self.num_running, self.happened = True, 0, list[str]()
         self.outcome: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
-        handlers = {"Wait": grpc.unary_unary_rpc_method_handler(self.wait)}
+        handlers: dict[str, Any] = {"Wait": grpc.unary_unary_rpc_method_handler(self.wait)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t", handlers),))
 
     async def wait(self, request: bytes, context: Any) -> bytes:
         if not self.admitting:
             raise Unavailable("draining")
         self.num_running += 1
+        self.idle.clear()
         await self.finish.wait()
         self.num_running -= 1
+        self.idle.set()
         return b"done"
 
     async def start(self, health: Health) -> None:
@@ -68,8 +71,7 @@ class Echo:
         self.admitting = False
 
     async def drained(self) -> None:
-        while self.num_running:
-            await asyncio.sleep(0.01)
+        await self.idle.wait()
         self.happened.append("drained")
 
     async def close(self) -> None:
@@ -107,7 +109,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_a_drain_lets_running_calls_finish_and_refuses_new_ones(tmp_path: Path) -> None:
     async def scenario(service: Echo, channel: grpc.aio.Channel) -> None:
-        wait = channel.unary_unary("/t/Wait")
+        wait: Any = channel.unary_unary("/t/Wait")
         running = asyncio.ensure_future(wait(b""))
         await until(lambda: service.num_running == 1)
         os.kill(os.getpid(), signal.SIGTERM)
