@@ -2,8 +2,8 @@
 
 Pure: knows neither torch nor grpc nor the clock (callers pass `now`). Engine thread only.
 
-A session is named by (link, session id): `link` is one verifier's stream. Any refusal but STALE means
-that the session is not held any more, so that one answer fits them all: start again at row 0.
+A session is named by (link, session id): `link` is one verifier's stream. Any refusal but STALE
+means that the session is not held any more, so that one answer fits them all: restart at row 0.
 """
 
 import enum
@@ -191,6 +191,6 @@ class SessionTable:
     def _drop(self, session: Session) -> None:
         del self._sessions[session.link, session.session_id]
         session.live = False
-        self._free += session.block_table
+        self._free += reversed(session.block_table)  # so that the next owner gets a run
         self._blocks_of[session.link] -= len(session.block_table)
         self._sessions_of[session.link] -= 1
