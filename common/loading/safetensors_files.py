@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder's safetensors, one named tensor at a time, and accounts for all of them.
+"""Reads a checkpoint's safetensors, one named tensor at a time, and accounts for all of them.
 
 Safetensors only, single file or shards with an index. Whoever builds a model takes the tensors it
 needs, says which others it leaves out on purpose, and `finish` refuses anything left over. Knows no
@@ -161,7 +161,9 @@ class Checkpoint:
     def _locate(self) -> dict[str, Any]:
         """Tensor name -> open file; an index must list exactly what its files hold."""
         held = {
-            tensor: file_name for file_name, file in self._files.items() for tensor in file.keys()
+            tensor: file_name
+            for file_name, file in self._files.items()
+            for tensor in file.keys()  # noqa: SIM118 - the file object is not iterable
         }
         if self._index is not None and held != self._index:
             name = min(k for k in {*held, *self._index} if held.get(k) != self._index.get(k))

@@ -38,7 +38,7 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Special tokens inside `text` are recognised either way; the flag adds BOS and the like."""
+        """Special tokens inside `text` are always recognised; the flag adds BOS and the like."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -52,11 +52,11 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns ids that arrive one at a time into pieces of text whose concatenation is the whole text.
+    """Turns ids that arrive one at a time into pieces of text that add up to the whole text.
 
     `prompt_ids`: what came before; its tail decides whether a first word brings its leading space.
-    Held back: an unfinished UTF-8 character, and a run of byte-fallback tokens until it ends, because
-    `tokenizers` decodes such a run as a whole.
+    Held back: an unfinished UTF-8 character, and a run of byte-fallback tokens until it ends,
+    because `tokenizers` decodes such a run as a whole.
     """
 
     def __init__(

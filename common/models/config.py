@@ -1,4 +1,4 @@
-"""A dense target's config.json, reduced to what its forward needs, and refused where it asks for more.
+"""A dense target's config.json: what its forward needs, and a refusal where it asks for more.
 
 Knows Llama's and Qwen3's keys; reads no weight.
 """
@@ -109,7 +109,7 @@ def _refuse_unbuilt(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json first, config.json next: one id or a list. Empty if neither has any."""
+    """generation_config.json first, then config.json: one id or a list; empty if neither has."""
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     found = generation.get("eos_token_id", raw.get("eos_token_id"))

@@ -4,9 +4,9 @@ Activations are 2-D [tokens, d]: rows of several requests side by side, prefill 
 Knows requests only as an AttentionBatch; samples nothing.
 
 Numerics. "fast" runs whatever rows it is given in one go; kernels may then round a row differently
-beside other rows. "batch_invariant" runs every row in a slice of exactly SLICE rows (padded), each row
-with its own attention call, so that every kernel sees the same shapes always and a row's logits, taps
-and KV depend on nothing but its own tokens.
+beside other rows. "batch_invariant" runs every row in a slice of exactly SLICE rows (padded), each
+row with its own attention call, so that every kernel sees the same shapes always and a row's
+logits, taps and KV depend on nothing but its own tokens.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,9 @@ class DenseTarget:
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64. Returns the residual stream [T, d] for `logits`, and the taps.
 
-        taps: 0-based decoder layers whose output rows (residual stream after the layer) are returned
-        side by side in list order, [T, len(taps) * d]; -1 is the embedding's output. None if no taps.
+        taps: 0-based decoder layers whose output rows (residual stream after the layer) are
+        returned side by side in list order, [T, len(taps) * d]; -1 is the embedding's output. None
+        if no taps.
         """
         if self.numerics == "fast":
             return self._rows(token_ids, batch.positions, kv, batch, taps)
@@ -84,7 +85,7 @@ class DenseTarget:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: rows of `forward`, [N, d]. Returns float32 [N, vocab_size], before any sampling."""
+        """hidden: rows of `forward`, [N, d]. Returns float32 [N, vocab_size], unscaled."""
         if self.numerics == "fast":
             return self.lm_head(self.norm(hidden)).float()
         parts = [self.lm_head(self.norm(_padded(part))) for part in hidden.split(SLICE)]
@@ -110,7 +111,7 @@ class DenseTarget:
     def _slices(
         self, token_ids: Tensor, kv: PagedKV, batch: AttentionBatch, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows go through all layers slice by slice; a row sees only rows before it, so that is exact."""
+        """Slice by slice through all layers: exact, because a row sees only rows before it."""
         assert batch.causal, "slices in row order need causal attention"
         segments = [row for segment in batch.segments for row in _rows_of(segment)]
         hidden, tapped = [], []

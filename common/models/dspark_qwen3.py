@@ -1,9 +1,9 @@
-"""DeepSpec's Qwen3 DSpark drafter: context KV from the target's taps, an anchor-first block, its heads.
+"""DeepSpec's Qwen3 DSpark drafter: context KV from taps, an anchor-first block, its heads.
 
-Follows the paper (arXiv 2607.05147) and the public DeepSpec code. The context never passes a layer's
-input norm: fc + hidden_norm once per token, then every layer's own k/v projections. Block row k - 1
-predicts draft k; all block rows see the whole context and each other. Knows sessions only as KV slots,
-samples nothing.
+Follows the paper (arXiv 2607.05147) and the public DeepSpec code. The context never passes a
+layer's input norm: fc + hidden_norm once per token, then every layer's own k/v projections. Block
+row k - 1 predicts draft k; all block rows see the whole context and each other. Knows sessions only
+as KV slots, samples nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,12 +79,12 @@ def drafter_config(path: Path, target: TargetConfig) -> DrafterConfig:
 
 def _layer_ids(raw: Mapping[str, Any], where: str, target: TargetConfig) -> tuple[int, ...]:
     ids = raw.get("target_layer_ids")
-    rising = isinstance(ids, list) and bool(ids) and ids == sorted(set(ids))
-    # The last layer is forbidden: reference code hands out its output after the final norm.
-    if not rising or ids[0] < -1 or ids[-1] > target.num_layers - 2:
+    last = target.num_layers - 2  # reference code hands out the last layer's rows after a norm
+    rising = isinstance(ids, list) and ids == sorted(set(ids))
+    if not rising or not ids or ids[0] < -1 or ids[-1] > last:
         raise LoadError(
-            f"{where}: target_layer_ids {ids!r} must rise strictly inside -1..{target.num_layers - 2} "
-            f"(the target has {target.num_layers} layers, its last one cannot be tapped)"
+            f"{where}: target_layer_ids {ids!r} must rise strictly inside -1..{last} (the target "
+            f"has {target.num_layers} layers, its last one cannot be tapped)"
         )
     return tuple(ids)
 
@@ -93,8 +93,8 @@ def _check(config: DrafterConfig, target: TargetConfig, where: str) -> None:
     """What must hold between keys, and between drafter and target."""
     if config.block.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
         raise LoadError(
-            f"{where}: hidden_size {config.block.hidden_size} and vocab_size {config.vocab_size} must "
-            f"equal the target's {target.hidden_size} and {target.vocab_size}"
+            f"{where}: hidden_size {config.block.hidden_size} and vocab_size {config.vocab_size} "
+            f"must equal the target's {target.hidden_size} and {target.vocab_size}"
         )
     if config.block.head_dim != target.head_dim:
         raise LoadError(
@@ -108,13 +108,15 @@ def _check(config: DrafterConfig, target: TargetConfig, where: str) -> None:
         )
     if config.markov_head_type not in HEADS:
         raise LoadError(
-            f"{where}: markov_head_type {config.markov_head_type!r} is unknown; known: {', '.join(HEADS)}"
+            f"{where}: markov_head_type {config.markov_head_type!r} is unknown; known: "
+            f"{', '.join(HEADS)}"
         )
     if config.has_confidence and config.confidence_with_markov and not config.markov_rank:
         raise LoadError(f"{where}: confidence_head_with_markov needs a markov_rank above 0")
     if config.draft_vocab_size > config.vocab_size:
         raise LoadError(
-            f"{where}: draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
+            f"{where}: draft_vocab_size {config.draft_vocab_size} exceeds vocab_size "
+            f"{config.vocab_size}"
         )
 
 
@@ -189,11 +191,12 @@ class DSparkQwen3:
         kv: PagedKV,
         block_tables: Sequence[Sequence[int]],
     ) -> tuple[Tensor, Tensor]:
-        """One block per request: anchor_ids, anchor_positions [R] int64; each table holds the context
-        (as long as the anchor's position) and B scratch slots after it, which are overwritten.
+        """One block per request: anchor_ids, anchor_positions [R] int64; each table holds the
+        context (as long as the anchor's position) and B scratch slots after it, which are
+        overwritten.
 
-        Returns hidden [R, num_drafts, d] and base logits [R, num_drafts, V_draft] float32, before any
-        Markov bias. All B rows run whatever num_drafts is: they see each other, as in training.
+        Returns hidden [R, num_drafts, d] and base logits [R, num_drafts, V_draft] float32, before
+        any Markov bias. All B rows run whatever num_drafts is: they see each other, as in training.
         """
         num_requests, rows = anchor_ids.shape[0], self.config.block_size
         assert 1 <= num_drafts <= rows, f"num_drafts {num_drafts} outside 1..{rows}"
@@ -283,7 +286,7 @@ def _lm_head(
 
 
 def _d2t(config: DrafterConfig, weights: Checkpoint) -> Tensor:
-    """Target id of every draft id. Stored, as in speculators, as offsets: target = draft + d2t[draft]."""
+    """Target id of every draft id; stored as speculators does: target = draft + d2t[draft]."""
     draft_ids = torch.arange(config.draft_vocab_size)
     if config.draft_vocab_size == config.vocab_size and "d2t" not in weights:
         return draft_ids
@@ -315,7 +318,7 @@ def load_drafter(
 
 
 def _note_rope(path: Path, target: TargetConfig, weights: Checkpoint) -> None:
-    """Positions are the target's, so its rotation rules; a drafter's config may have inherited another."""
+    """Positions are the target's, so its rotation rules; a drafter's config may differ."""
     try:
         own = rope_config(read_json(path / "config.json"), target.head_dim, str(path)).canonical()
     except LoadError as error:

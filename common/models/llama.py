@@ -1,4 +1,4 @@
-"""Llama: the plain dense target. Rotary positions (llama3 scaling included), grouped-query attention."""
+"""Llama: the plain dense target, with rotary positions and grouped-query attention."""
 
 from typing import ClassVar
 

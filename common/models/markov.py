@@ -1,8 +1,8 @@
-"""DSpark's sequential heads: what the previous token adds to a block row's logits, and the confidence.
+"""DSpark's sequential heads: what the previous token adds to a row's logits, and the confidence.
 
-Paper arXiv 2607.05147 and the public DeepSpec code: W1 is indexed by target ids, W2 gives draft-vocabulary
-logits. `rnn` carries a state through one block; its bias uses the output gate of the same step, not the
-updated state. Batched over requests, one call per block row.
+Paper arXiv 2607.05147 and the public DeepSpec code: W1 is indexed by target ids, W2 gives logits
+over the draft vocabulary. `rnn` carries a state through one block; its bias uses the output gate of
+the same step, not the updated state. Batched over requests, one call per block row.
 """
 
 from typing import Protocol
@@ -25,7 +25,7 @@ class MarkovHead(Protocol):
     def bias(
         self, embedding: Tensor, hidden: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """embedding: W1 of the previous tokens, [R, rank]; hidden [R, d] -> (bias [R, V_draft], state)."""
+        """embedding: W1 of previous tokens [R, rank]; hidden [R, d] -> bias [R, V_draft], state."""
         ...
 
 

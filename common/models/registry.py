@@ -40,7 +40,7 @@ def load_target(
     device: torch.device | str = "cpu",
     numerics: Numerics = "fast",
 ) -> tuple[DenseTarget, LoadReport]:
-    """Reads config.json and every tensor. LoadError if anything is missing, left over or unbuilt."""
+    """Reads config.json and every tensor. LoadError for anything missing, left over or unbuilt."""
     path = Path(path)
     family, config = _family(path)
     weights = Checkpoint(path, dtype, device)

@@ -27,8 +27,9 @@ class Segment:
 
 @dataclass
 class AttentionBatch:
-    """Rows of several requests. causal: row i of a segment sees keys < context_len - (num_query - 1 - i).
+    """Rows of several requests.
 
+    causal=True: row i of a segment sees its first context_len - (num_query - 1 - i) keys.
     causal=False (a draft block): every row sees all context_len keys of its segment.
     """
 
@@ -47,11 +48,11 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class _Span:
-    """One segment, ready to run. Exactly one of `run` and `slots` says where its keys are."""
+    """One segment, ready to run. Keys lie in the slots `run`, or in `slots` if scattered."""
 
     start: int
     num_query: int
-    run: tuple[int, int] | None  # first slot and length of one contiguous run of slots
+    run: slice
     slots: Tensor | None  # [context_len] int64
     mask: Tensor | None  # [num_query * groups, context_len], 0 or -inf
 
@@ -62,10 +63,8 @@ def _span(segment: Segment, kv: PagedKV, groups: int, causal: bool) -> _Span:
     table = list(segment.block_table[:num_blocks])
     assert len(table) == num_blocks, f"{len(table)} blocks cannot hold {num_keys} keys of {segment}"
     first = table[0]
-    run, slots = None, None
-    if table == list(range(first, first + num_blocks)):
-        run = (first * size, num_keys)
-    else:
+    run, slots = slice(first * size, first * size + num_keys), None
+    if table != list(range(first, first + num_blocks)):
         blocks = torch.tensor(table, dtype=torch.int64)
         slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:num_keys].to(kv.device)
     mask = None
@@ -93,10 +92,7 @@ def attend(q: Tensor, kv: PagedKV, layer: int, batch: AttentionBatch, scale: flo
 def _attend_span(q: Tensor, kv: PagedKV, layer: int, span: _Span, scale: float) -> Tensor:
     n, heads, (num_heads, head_dim) = span.num_query, kv.num_kv_heads, q.shape[1:]
     rows = kv.rows[layer]
-    if span.run is not None:
-        rows = rows.narrow(0, *span.run)
-    else:
-        rows = rows.index_select(0, span.slots)
+    rows = rows[span.run] if span.slots is None else rows.index_select(0, span.slots)
     k, v = rows.transpose(0, 1).unsqueeze(0).split(heads, dim=1)  # [1, kv heads, keys, D] each
     own = q.narrow(0, span.start, n)
     if n == 1:

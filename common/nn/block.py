@@ -1,8 +1,8 @@
-"""One pre-norm transformer block (Llama, Qwen3) over 2-D activations [tokens, d] and a paged KV cache.
+"""One pre-norm transformer block (Llama, Qwen3): 2-D activations [tokens, d], a paged KV cache.
 
-Weights are fused and packed as they are read. Norms run in the activations' dtype with a float32 sum
-inside. Target models and the drafter share this file; it knows no weight file beyond the names that
-all of them use.
+Weights are fused and packed as they are read. Norms run in the activations' dtype with a float32
+sum inside. Target models and the drafter share this file; it knows no weight file beyond the names
+that all of them use.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class Block:
         self.scale = size**-0.5
 
     def __call__(self, x: Tensor, rotation: Rotation, kv: PagedKV, batch: AttentionBatch) -> Tensor:
-        """x: the residual stream [T, d]; writes keys and values of all rows; returns the new stream."""
+        """x: residual stream [T, d] -> the next one; writes keys and values of all rows."""
         q, k, v = self._qkv(self.input_norm(x), rotation)
         kv.write(self.layer, batch.slots, k, v)
         x = self.o_proj.plus(attend(q, kv, self.layer, batch, self.scale).flatten(1), x)
@@ -90,7 +90,7 @@ class Block:
         return self.down_proj.plus(self.up_proj.times(inner, self.gate_proj.silu(inner)), x)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys (normed, rotated) and values of rows that only serve as context: a drafter's taps."""
+        """Keys (normed, rotated) and values of rows that only are context: a drafter's taps."""
         _, k, v = self._qkv(x, rotation)
         return k, v
 

@@ -1,7 +1,7 @@
 """A bias-optional linear layer on 2-D activations, packed once for the device it runs on.
 
-On CPU the weight is reordered for oneDNN at load: on the memory-bound widths of decoding (1..32 rows)
-that halves the time of `F.linear`, which reorders on every call. Elsewhere it is `F.linear`. Knows no
+On CPU the weight is reordered for oneDNN at load: at the memory-bound widths of decoding that
+halves the time of `F.linear`, which reorders on every call. Elsewhere it is `F.linear`. Knows no
 model; gradients are not supported.
 """
 

@@ -53,7 +53,10 @@ class PagedKV:
         return self._data.device
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores k and v, each [>= T, num_kv_heads, head_dim], in slots [T] int64; rows past T are padding."""
+        """Stores rows of k and v, [>= T, num_kv_heads, head_dim], in slots [T] int64.
+
+        Rows past T are padding.
+        """
         num_rows = slots.shape[0]
         self.k[layer].index_copy_(0, slots, k[:num_rows])
         self.v[layer].index_copy_(0, slots, v[:num_rows])

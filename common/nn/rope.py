@@ -1,9 +1,9 @@
-"""Rotary position embedding, Hugging Face's half split, with the scalings that released configs use.
+"""Rotary position embedding, Hugging Face's half split, with the scalings of released configs.
 
 Frequencies follow public `transformers` (modeling_rope_utils): default, linear, llama3 and yarn are
-functions of the position alone. `dynamic` changes its frequencies with the longest sequence seen, which
-no cache of rotated keys can follow: it is served up to `max_position_embeddings`, where it equals
-`default`. Does not know models.
+functions of the position alone. `dynamic` changes its frequencies with the longest sequence seen,
+which no cache of rotated keys can follow: it is served up to `max_position_embeddings`, where it
+equals `default`. Does not know models.
 """
 
 import json
@@ -43,7 +43,7 @@ class RopeConfig:
         return self.max_position_embeddings
 
     def canonical(self) -> str:
-        """The base and scaling as one JSON text, equal for equal rotations: goes into the contract."""
+        """Base and scaling as one JSON text, equal for equal rotations: goes into the contract."""
         value = {"theta": self.theta, "type": self.rope_type, **self.scaling}
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 

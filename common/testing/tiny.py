@@ -1,8 +1,8 @@
 """Writes tiny but real checkpoints in milliseconds: config.json, safetensors, tokenizer.json.
 
-A `bigram` target mostly continues each token with one fixed other token (its layers only perturb that),
-so that a `good` drafter, whose Markov head knows the same table, is often right and sometimes not.
-Knows no service. Everything is a pure function of the arguments.
+A `bigram` target mostly continues each token with one fixed other token (its layers only perturb
+that), so that a `good` drafter, whose Markov head knows the same table, is often right and
+sometimes not. Knows no service. Everything is a pure function of the arguments.
 """
 
 import json
@@ -21,6 +21,20 @@ from torch import Tensor
 Family = Literal["llama", "qwen3"]
 Head = Literal["vanilla", "gated", "rnn", "none"]
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# What a drafter's config copies from its target's.
+INHERITED = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+)
 NUM_SPECIAL = 2  # the last two ids: <mask> (never emitted by a bigram target), <eos>
 
 
@@ -47,32 +61,37 @@ def tiny_target(
     sharpness: logits of a bigram target's favourite over the rest, roughly; noise: size of what the
     layers add. bigram=False: all random, tied embeddings. rope: keys of `rope_scaling`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = _Draw(seed)
-    inner, head_dim = 2 * hidden, hidden // heads
-    tensors = {"model.norm.weight": 1 + 0.1 * draw(hidden)}
-    embedding = F.normalize(draw(vocab, hidden), dim=1) * hidden**0.5
-    tensors["model.embed_tokens.weight"] = embedding if bigram else 0.5 * embedding
-    for i in range(layers):
-        layer = _layer(draw, hidden, heads * head_dim, kv_heads * head_dim, inner, noise)
-        if family == "qwen3":
-            layer |= {f"self_attn.{n}_norm.weight": 1 + 0.1 * draw(head_dim) for n in "qk"}
-        tensors |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
-    if bigram:
-        tensors["lm_head.weight"] = _bigram_head(draw, embedding, sharpness)
     config = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": vocab,
+        "hidden_size": hidden,
         "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": 2 * hidden,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
         "max_position_embeddings": max_len,
         "tie_word_embeddings": not bigram,
         "rope_theta": 10000.0,
         "rope_scaling": dict(rope) if rope else None,
         "eos_token_id": vocab - 1,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **_sizes(hidden, heads, kv_heads, head_dim, inner),
     }
+    draw = _Draw(seed)
+    embedding = F.normalize(draw(vocab, hidden), dim=1) * hidden**0.5
+    tensors = {
+        "model.norm.weight": 1 + 0.1 * draw(hidden),
+        "model.embed_tokens.weight": embedding if bigram else 0.5 * embedding,
+    }
+    for i in range(layers):
+        layer = _layer(draw, config, noise, qk_norm=family == "qwen3")
+        tensors |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
+    if bigram:
+        tensors["lm_head.weight"] = _bigram_head(draw, embedding, sharpness)
     _write(folder, config, {k: v.to(dtype) for k, v in tensors.items()}, num_shards)
     _tokenizer(vocab).save(str(folder / "tokenizer.json"))
     return folder
@@ -95,62 +114,65 @@ def tiny_drafter(
 ) -> Path:
     """Writes a DeepSpec-format drafter for a bigram target and returns `folder`.
 
-    good: its Markov head holds the target's bigram table (needs head other than "none"); otherwise it is
-    random and confident, so that nearly all its drafts are rejected. draft_vocab: reduced vocabulary.
+    good: its Markov head holds the target's bigram table (needs head other than "none"); otherwise
+    it is random and confident, so that nearly all its drafts are rejected. draft_vocab: reduced
+    vocabulary.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     target = json.loads((target_folder / "config.json").read_text())
-    known = {
-        k: v.float() for f in target_folder.glob("*.safetensors") for k, v in load_file(f).items()
-    }
-    vocab, hidden = target["vocab_size"], target["hidden_size"]
-    heads, kv_heads = target["num_attention_heads"], target["num_key_value_heads"]
-    head_dim, inner, num_layers = target["head_dim"], hidden, target["num_hidden_layers"]
-    taps, rank = list(range(max(num_layers - 1, 1))), hidden
-    draw = _Draw(seed)
-    kept = torch.randperm(vocab, generator=draw.generator)[: draft_vocab or vocab].sort().values
-    tensors = {
-        "fc.weight": draw(hidden, len(taps) * hidden) * hidden**-0.5,
-        "hidden_norm.weight": 1 + 0.1 * draw(hidden),
-        "norm.weight": 1 + 0.1 * draw(hidden),
-        "lm_head.weight": draw(len(kept), hidden) * (0.1 if good else 1.0),
-    }
-    for i in range(layers):
-        layer = _layer(draw, hidden, heads * head_dim, kv_heads * head_dim, inner, 1.0)
-        layer |= {f"self_attn.{n}_norm.weight": 1 + 0.1 * draw(head_dim) for n in "qk"}
-        tensors |= {f"layers.{i}.{name}": value for name, value in layer.items()}
-    if own_embedding:
-        tensors["embed_tokens.weight"] = known["model.embed_tokens.weight"]
-    if draft_vocab is not None:
-        tensors["d2t"] = kept - torch.arange(len(kept))
-    if head != "none":
-        tensors |= _markov(draw, head, known, kept, rank, hidden, good)
-    if confidence:
-        width = hidden + (rank if confidence_with_markov and head != "none" else 0)
-        tensors["confidence_head.proj.weight"] = 0.1 * draw(1, width)
-        tensors["confidence_head.proj.bias"] = torch.tensor([1.0])
+    vocab, num_layers = target["vocab_size"], target["num_hidden_layers"]
+    has_markov = head != "none"
     config = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
-        "vocab_size": vocab,
-        "draft_vocab_size": len(kept),
         "num_hidden_layers": layers,
-        "max_position_embeddings": target["max_position_embeddings"],
-        "rope_theta": target["rope_theta"],
-        "rope_scaling": target["rope_scaling"],
         "tie_word_embeddings": False,
         "block_size": block_size,
-        "target_layer_ids": taps,
+        "draft_vocab_size": draft_vocab or vocab,
+        "target_layer_ids": list(range(num_layers - 1)) or [-1],
         "num_target_layers": num_layers,
         "mask_token_id": vocab - NUM_SPECIAL,
-        "markov_rank": 0 if head == "none" else rank,
-        "markov_head_type": "vanilla" if head == "none" else head,
+        "markov_rank": target["hidden_size"] if has_markov else 0,
+        "markov_head_type": head if has_markov else "vanilla",
         "enable_confidence_head": confidence,
-        "confidence_head_with_markov": confidence and confidence_with_markov and head != "none",
-        **_sizes(hidden, heads, kv_heads, head_dim, inner),
+        "confidence_head_with_markov": confidence and confidence_with_markov and has_markov,
+        **{key: target[key] for key in INHERITED},
+        "intermediate_size": target["hidden_size"],
     }
+    known = {
+        k: v.float() for f in target_folder.glob("*.safetensors") for k, v in load_file(f).items()
+    }
+    draw = _Draw(seed)
+    tensors = _drafter_tensors(draw, config, known, good)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = known["model.embed_tokens.weight"]
     _write(folder, config, {k: v if k == "d2t" else v.to(dtype) for k, v in tensors.items()}, 1)
     return folder
+
+
+def _drafter_tensors(
+    draw: "_Draw", config: Mapping[str, Any], known: Mapping[str, Tensor], good: bool
+) -> dict[str, Tensor]:
+    hidden, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
+    size = config["draft_vocab_size"]
+    kept = torch.randperm(vocab, generator=draw.generator)[:size].sort().values
+    tensors = {
+        "fc.weight": _linear(draw, hidden, len(config["target_layer_ids"]) * hidden),
+        "hidden_norm.weight": 1 + 0.1 * draw(hidden),
+        "norm.weight": 1 + 0.1 * draw(hidden),
+        "lm_head.weight": draw(size, hidden) * (0.1 if good else 1.0),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = _layer(draw, config, out_scale=1.0, qk_norm=True)
+        tensors |= {f"layers.{i}.{name}": value for name, value in layer.items()}
+    if size != vocab:
+        tensors["d2t"] = kept - torch.arange(size)
+    if rank:
+        tensors |= _markov(draw, config["markov_head_type"], known, kept, good)
+    if config["enable_confidence_head"]:
+        width = hidden + (rank if config["confidence_head_with_markov"] else 0)
+        tensors["confidence_head.proj.weight"] = 0.1 * draw(1, width)
+        tensors["confidence_head.proj.bias"] = torch.tensor([1.0])
+    return tensors
 
 
 class _Draw:
@@ -163,38 +185,33 @@ class _Draw:
         return torch.randn(shape, generator=self.generator)
 
 
-def _sizes(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": inner,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-    }
+def _linear(draw: _Draw, rows: int, cols: int, scale: float = 1.0) -> Tensor:
+    return draw(rows, cols) * (scale * cols**-0.5)
 
 
 def _layer(
-    draw: _Draw, hidden: int, q_width: int, kv_width: int, inner: int, out_scale: float
+    draw: _Draw, config: Mapping[str, Any], out_scale: float, qk_norm: bool
 ) -> dict[str, Tensor]:
     """One block; `out_scale` sizes what it adds to the residual stream."""
-
-    def linear(rows: int, cols: int, scale: float = 1.0) -> Tensor:
-        return draw(rows, cols) * (scale * cols**-0.5)
-
-    return {
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config["head_dim"]
+    q_width, kv_width = (
+        config[key] * head_dim for key in ("num_attention_heads", "num_key_value_heads")
+    )
+    tensors = {
         "input_layernorm.weight": 1 + 0.1 * draw(hidden),
-        "self_attn.q_proj.weight": linear(q_width, hidden, 2.0),
-        "self_attn.k_proj.weight": linear(kv_width, hidden, 2.0),
-        "self_attn.v_proj.weight": linear(kv_width, hidden),
-        "self_attn.o_proj.weight": linear(hidden, q_width, out_scale),
+        "self_attn.q_proj.weight": _linear(draw, q_width, hidden, 2.0),
+        "self_attn.k_proj.weight": _linear(draw, kv_width, hidden, 2.0),
+        "self_attn.v_proj.weight": _linear(draw, kv_width, hidden),
+        "self_attn.o_proj.weight": _linear(draw, hidden, q_width, out_scale),
         "post_attention_layernorm.weight": 1 + 0.1 * draw(hidden),
-        "mlp.gate_proj.weight": linear(inner, hidden),
-        "mlp.up_proj.weight": linear(inner, hidden),
-        "mlp.down_proj.weight": linear(hidden, inner, 2 * out_scale),
+        "mlp.gate_proj.weight": _linear(draw, inner, hidden),
+        "mlp.up_proj.weight": _linear(draw, inner, hidden),
+        "mlp.down_proj.weight": _linear(draw, hidden, inner, 2 * out_scale),
     }
+    if qk_norm:
+        tensors |= {f"self_attn.{n}_norm.weight": 1 + 0.1 * draw(head_dim) for n in "qk"}
+    return tensors
 
 
 def _bigram_head(draw: _Draw, embedding: Tensor, sharpness: float) -> Tensor:
@@ -207,16 +224,11 @@ def _bigram_head(draw: _Draw, embedding: Tensor, sharpness: float) -> Tensor:
 
 
 def _markov(
-    draw: _Draw,
-    head: str,
-    known: Mapping[str, Tensor],
-    kept: Tensor,
-    rank: int,
-    hidden: int,
-    good: bool,
+    draw: _Draw, head: str, known: Mapping[str, Tensor], kept: Tensor, good: bool
 ) -> dict[str, Tensor]:
-    """Good: W2 · W1[x] = the target's logits if its layers added nothing (rank = hidden makes it exact)."""
+    """Good: W2 · W1[x] are the target's logits if its layers added nothing; rank = hidden size."""
     embedding, small = known["model.embed_tokens.weight"], 0.05
+    hidden = rank = embedding.shape[1]
     w1 = F.rms_norm(embedding, (hidden,), known["model.norm.weight"], 1e-6)
     w2 = known["lm_head.weight" if "lm_head.weight" in known else "model.embed_tokens.weight"][kept]
     if not good:
@@ -237,12 +249,13 @@ def _markov(
 def _write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_shards: int
 ) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     tensors = {name: value.contiguous() for name, value in sorted(tensors.items())}
     if num_shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = dict(list(tensors.items())[shard::num_shards])
@@ -252,7 +265,7 @@ def _write(
 
 
 def _tokenizer(vocab: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE: letters, space and digits first, other bytes next, then merges of two letters."""
+    """Byte-level BPE: letters, space, digits first, other bytes next, then pairs of letters."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     first = [*string.ascii_lowercase, "Ġ", *string.digits, *string.ascii_uppercase, ".", ",", "?"]
     plain = [*first, *sorted(alphabet - set(first))][: vocab - NUM_SPECIAL]
