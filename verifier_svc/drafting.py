@@ -48,6 +48,16 @@ class Drafts:
         return self.by_session.get(request.session_id)
 
 
+@dataclass(frozen=True)
+class DrafterStatus:
+    """How the link to the drafter is doing, for GetInfo and the draft-path health."""
+
+    state: str  # NONE, CONNECTING, READY, SUSPENDED or REFUSED, as in verifier.proto
+    address: str = ""
+    detail: str = ""
+    incarnation: int = 0
+
+
 class FeatureSource(Protocol):
     """Where a drafter gets feature rows: the runner's store, indexed by absolute position."""
 

@@ -1,0 +1,146 @@
+"""Between engine and client: a bounded queue of events per request, and the table of live ones.
+
+Loop thread only. Knows neither torch, grpc nor protobuf.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from common.errors import AlreadyExists, DsparkError, Overloaded, SlowConsumer
+from verifier_svc.events import Event, Failed, Finished
+from verifier_svc.request import Request
+
+
+class Stream:
+    """One request's events on their way to its client.
+
+    Holds at most `max_events`; one more ends the request with SlowConsumer, because the engine
+    never waits for a client.
+    """
+
+    def __init__(self, request: Request, max_events: int) -> None:
+        self.request = request
+        self.ended = asyncio.Event()  # the engine has let go of the request
+        self._events: deque[Event] = deque()
+        self._max_events = max_events
+        self._reader: asyncio.Task[object] | None = None
+        self._wakeup = asyncio.Event()
+        self._error: DsparkError | None = None
+        self._detached = False
+
+    @property
+    def error(self) -> DsparkError | None:
+        """Why the stream was cut, if it was."""
+        return self._error
+
+    def attach(self, reader: "asyncio.Task[object]") -> None:
+        """`reader` is cancelled when the stream is cut while it waits for its client."""
+        self._reader = reader
+
+    def detach(self) -> None:
+        """The client is gone: later events are dropped."""
+        self._detached = True
+        self._events.clear()
+
+    def push(self, event: Event) -> bool:
+        """Adds an event; False when the client is so far behind that the stream is now cut."""
+        if self._detached:
+            return True
+        if len(self._events) >= self._max_events:
+            self.detach()
+            self._error = SlowConsumer(
+                f"request {self.request.request_id!r} was ended: the client left "
+                f"{self._max_events} messages unread; read the stream as it comes"
+            )
+            if self._reader is not None:
+                self._reader.cancel()  # it may hang in a write that the client never takes
+            return False
+        self._events.append(event)
+        self._wakeup.set()
+        return True
+
+    async def next(self) -> Event:
+        """The next event, in order. Raises the error of a Failed event."""
+        while not self._events:
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        event = self._events.popleft()
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+
+class Streams:
+    """All requests that the engine holds, by id. `abort` tells the engine to drop a request."""
+
+    def __init__(self, max_live: int, max_events: int, abort: Callable[[Request], None]) -> None:
+        self._by_id: dict[str, Stream] = {}
+        self._max_live, self._max_events = max_live, max_events
+        self._abort = abort
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    async def reserve(self, request_id: str) -> None:
+        """Makes sure that the id is free and that there is room for one more request.
+
+        An id whose client has just left is waited for (one engine step at most).
+        Raises AlreadyExists or Overloaded.
+        """
+        while (live := self._by_id.get(request_id)) is not None:
+            if not live._detached:
+                raise AlreadyExists(
+                    f"request_id {request_id!r} is live; wait for its end, abort it, or choose "
+                    "another id"
+                )
+            await live.ended.wait()
+        if len(self._by_id) >= self._max_live:
+            raise Overloaded(
+                f"{len(self._by_id)} requests are running or queued, which is all that is allowed; "
+                "try again later or on another replica"
+            )
+
+    def open(self, request: Request) -> Stream:
+        """The stream of a request that is about to go to the engine; `reserve` came just before."""
+        assert request.request_id not in self._by_id, request.request_id
+        stream = Stream(request, self._max_events)
+        self._by_id[request.request_id] = stream
+        self._idle.clear()
+        return stream
+
+    def deliver(self, events: Iterable[Event]) -> None:
+        """Hands one step's events to their streams."""
+        for event in events:
+            stream = self._by_id.get(event.request_id)
+            assert stream is not None, f"event for {event.request_id!r}, which ended before"
+            if not stream.push(event):
+                self._abort(stream.request)
+            if isinstance(event, Finished | Failed):
+                del self._by_id[event.request_id]
+                stream.ended.set()
+        if not self._by_id:
+            self._idle.set()
+
+    def leave(self, stream: Stream) -> None:
+        """The client's call is over: the engine drops the request unless it ended by itself."""
+        if not stream.ended.is_set() and not stream._detached:
+            stream.detach()
+            self._abort(stream.request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Asks the engine to end these; their streams get Finished with ABORT. Returns the live."""
+        live = [i for i in request_ids if i in self._by_id]
+        for request_id in live:
+            self._abort(self._by_id[request_id].request)
+        return live
+
+    def abort_all(self) -> None:
+        """Asks the engine to end everything."""
+        self.abort(list(self._by_id))
+
+    async def idle(self) -> None:
+        """Returns when the engine holds no request."""
+        await self._idle.wait()
