@@ -1,8 +1,7 @@
 """Which block of the paged KV cache belongs to whom: allocate, give back, roll back.
 
-Pure bookkeeping of integers; the tensors live in common/nn/paged_kv.py. Position p of a request lives
-in slot `block_table[p // kv_block_size] * kv_block_size + p % kv_block_size`, where kv_block_size counts the
-positions of one block.
+Pure bookkeeping of integers; the tensors live in common/nn/paged_kv.py. Position p of a request is
+slot `block_table[p // kv_block_size] * kv_block_size + p % kv_block_size`.
 """
 
 from collections.abc import Iterable
@@ -11,44 +10,64 @@ from verifier_svc.request import Request
 
 
 class KVBlocks:
-    """A free list. Invariant: every block is free or in exactly one block table."""
+    """Invariant: every block is free or in exactly one block table.
+
+    Tables are kept contiguous where possible, because attention reads a contiguous run of slots in
+    place and must gather a scattered one: a new table starts in the middle of the longest free run,
+    which leaves both it and its neighbour room to grow.
+    """
 
     def __init__(self, num_blocks: int, kv_block_size: int) -> None:
         assert num_blocks > 0 and kv_block_size > 0, (num_blocks, kv_block_size)
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+        self.num_free = num_blocks
+        self._is_free = [True] * num_blocks + [False]  # a sentinel ends the last run
 
     def blocks_for(self, num_positions: int) -> int:
         """Blocks that hold positions [0, num_positions)."""
         return -(-num_positions // self.kv_block_size)
 
     def room(self, request: Request) -> int:
-        """Positions from 0 that `request` could have with its own and all free blocks."""
-        return (len(request.block_table) + len(self._free)) * self.kv_block_size
+        """Positions from 0 that `request` could hold with its own and all free blocks."""
+        return (len(request.block_table) + self.num_free) * self.kv_block_size
 
     def grow(self, request: Request, num_positions: int) -> bool:
         """Makes the table cover [0, num_positions). False, and nothing changed, without room."""
-        missing = self.blocks_for(num_positions) - len(request.block_table)
-        if missing > len(self._free):
+        table = request.block_table
+        missing = self.blocks_for(num_positions) - len(table)
+        if missing > self.num_free:
             return False
-        for _ in range(missing):
-            request.block_table.append(self._free.pop())
+        for left in range(missing, 0, -1):
+            block = table[-1] + 1 if table else self.num_blocks
+            if not self._is_free[block]:
+                block = self._place(left)
+            self._is_free[block] = False
+            self.num_free -= 1
+            table.append(block)
         return True
 
     def shrink(self, request: Request, num_positions: int) -> None:
         """Rolls back: whole blocks past [0, num_positions) are free again."""
         keep = self.blocks_for(num_positions)
         while len(request.block_table) > keep:
-            self._free.append(request.block_table.pop())
+            self._is_free[request.block_table.pop()] = True
+            self.num_free += 1
 
     def check(self, holders: Iterable[Request]) -> None:
-        """Asserts the invariant over all requests that hold blocks; for tests and crash reports."""
-        held = [block for request in holders for block in request.block_table]
-        owned = sorted(held + self._free)
-        assert owned == list(range(self.num_blocks)), (sorted(held), sorted(self._free))
+        """Asserts the invariant over all requests that may hold blocks."""
+        held = sorted(block for request in holders for block in request.block_table)
+        taken = [block for block in range(self.num_blocks) if not self._is_free[block]]
+        assert held == taken and len(taken) == self.num_blocks - self.num_free, (held, taken)
+
+    def _place(self, num_blocks: int) -> int:
+        """Where a run of `num_blocks` does best: the longest free run, off its taken neighbour."""
+        best_start, best_len, start = 0, 0, 0
+        for block, is_free in enumerate(self._is_free):
+            if not is_free:
+                if block - start > best_len:
+                    best_start, best_len = start, block - start
+                start = block + 1
+        if best_start == 0:
+            return 0
+        return best_start + max(0, min(best_len // 2, best_len - num_blocks))
