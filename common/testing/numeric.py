@@ -14,7 +14,7 @@ def max_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def first_mismatch(actual: Tensor, expected: Tensor) -> str:
-    """'' if the two are bit for bit equal, else where the first difference is, and how many differ."""
+    """'' if the two are equal bit for bit, else where they first differ, and how often."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return (
             f"{actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}"

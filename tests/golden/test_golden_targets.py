@@ -1,5 +1,7 @@
 """Our targets against transformers on the same random weights, float32: logits and taps to 1e-4."""
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,7 @@ def test_logits_and_taps_equal_transformers(case: str, tmp_path: Path) -> None:
     assert max_difference(whole[1], taps) < 1e-4
 
     bounds = [0, 7, 8, 9, 30, 36, 37, NUM_TOKENS]
-    chunks = [(a, token_ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    chunks = [(a, token_ids[a:b]) for a, b in itertools.pairwise(bounds)]
     scattered = run(model, kv, chunks, table=[3, 11, 0, 7, 5, 1, 10])
     assert max_difference(scattered[0], logits) < 1e-4
     assert max_difference(scattered[1], taps) < 1e-4
@@ -155,8 +157,6 @@ def test_batch_invariant_equals_transformers_too(case: str, tmp_path: Path) -> N
 
 
 def test_sharded_checkpoint_and_old_rope_spelling(tmp_path: Path) -> None:
-    import json
-
     token_ids, logits, _ = reference(tmp_path, "llama-llama3", max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     config = json.loads((tmp_path / "config.json").read_text())
