@@ -5,18 +5,16 @@
 Resumable: a new run goes on after the last prompt of the last shard. Training may read shards meanwhile.
 """
 
-import argparse
 import logging
 import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from drafter_svc.training.prompts import Prompt, chat_prefix, load_words, make_prompt
+from drafter_svc.training.prompts import OPENING, Prompt, chat_prefix, load_words, make_prompt
 from drafter_svc.training.settings import Settings, parse_settings
 from drafter_svc.training.shards import Text, list_shards, read_meta, write_shard
 from drafter_svc.training.target import BatchTarget
@@ -56,12 +54,15 @@ class Generator:
         self.end_id = self.tokenizer.token_to_id("<|im_end|>")
         self.max_len = settings.max_prompt + settings.max_new
         self.target = BatchTarget(settings.target, settings.taps, settings.num_slots, self.max_len)
+        opening = self.tokenizer.encode(OPENING, add_special_tokens=False).ids
+        self.target.remember_prefix(torch.tensor(opening))
         width = (len(settings.taps) + 1) * self.target.d
         shape = (settings.num_slots, self.max_len, width)
         self.states = torch.zeros(shape, dtype=torch.bfloat16)
         self.slots: list[Row] = []
         self.lengths = torch.zeros(settings.num_slots, dtype=torch.long)
-        self.words = load_words()
+        vocabulary = self.tokenizer.get_vocab()
+        self.words = load_words(sorted(vocabulary, key=vocabulary.__getitem__))
         self.invented: deque[Prompt] = deque()
         self.seen: set[str] = set()
         shards = list_shards(settings.data)
@@ -111,19 +112,20 @@ class Generator:
             else:
                 prompt = make_prompt(self.next_prompt, self.words)
                 self.next_prompt += 1
-            if prompt.text is not None and prompt.text in self.seen:
+            if not prompt.invent and prompt.text in self.seen:
                 continue
-            ids = self.tokenizer.encode(chat_prefix(prompt.text), add_special_tokens=False).ids
+            text = OPENING + prompt.text if prompt.invent else chat_prefix(prompt.text)
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) <= self.settings.max_prompt:
-                self.seen.add(prompt.text or "")
-                self.seen.discard("")
+                if not prompt.invent:
+                    self.seen.add(prompt.text)
                 return prompt, ids
 
     def _start(self, slot: int, row: int | None = None) -> Row:
         """Prefills a new text into `slot` and draws its first token."""
         prompt, ids = self._next()
         greedy = random.Random(f"greedy-{prompt.index}").random() < GREEDY_SHARE
-        if prompt.text is None:
+        if prompt.invent:
             temperature, top_p = INVENT_TEMPERATURE, INVENT_TOP_P
         else:
             temperature, top_p = (0.0, 1.0) if greedy else (TEMPERATURE, TOP_P)
@@ -156,12 +158,12 @@ class Generator:
         num_new = len(row.ids) - row.prompt_len
         if row.ids[-1] == self.end_id or num_new >= self.settings.max_new:
             return True
-        if row.prompt.text is None and num_new >= INVENTED_LENS.stop:
+        if row.prompt.invent and num_new >= INVENTED_LENS.stop:
             return True
         return num_new % LOOP_STEPS == 0 and loops(row.ids[row.prompt_len :])
 
     def _finish(self, row: Row) -> int:
-        if row.prompt.text is None:
+        if row.prompt.invent:
             self._keep_invented(row)
             return 0
         n = len(row.ids)
@@ -180,7 +182,8 @@ class Generator:
         turn = row.ids[row.prompt_len : -1]
         if row.ids[-1] != self.end_id or len(turn) not in INVENTED_LENS:
             return
-        text = self.tokenizer.decode(turn, skip_special_tokens=False).strip()
+        written = self.tokenizer.decode(turn, skip_special_tokens=False)
+        text = (row.prompt.text + written).strip()
         if "<|" not in text and "\ufffd" not in text:
             self.invented.append(Prompt(row.prompt.index, "invented", text))
 
@@ -191,31 +194,13 @@ class Generator:
         self.slots = [self.slots[i] for i in order.tolist()]
 
     def _sample(self, hidden: torch.Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
-        """Next token and log-sum-exp per row. hidden: [n, d] after the final norm.
-
-        bf16 logits near 20 lie 0.125 apart, so the best candidates are computed again in float32.
-        """
-        logits = self.target.logits(hidden)
-        lse = logits.logsumexp(-1)
-        rough, ids = top_candidates(logits, CANDIDATES)
-        exact = torch.bmm(self.target.head[ids].float(), hidden.float().unsqueeze(-1)).squeeze(-1)
-        lse = lse + (
-            (exact - lse[:, None]).exp().sum(-1) - (rough - lse[:, None]).exp().sum(-1)
-        ).clamp(min=-0.9).log1p()
+        """Next token and log-sum-exp per row. hidden: [n, d] after the final norm."""
+        exact, ids, lse = self.target.candidates(hidden, CANDIDATES)
         picks = exact.argmax(-1)
         for i, row in enumerate(rows):
             if row.temperature > 0:
                 picks[i] = draw(exact[i], row.temperature, row.top_p)
         return ids.gather(1, picks[:, None]).squeeze(1).tolist(), lse.tolist()
-
-
-def top_candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like topk over [n, V], V divisible by 128: the best k lie in the k blocks of largest maximum."""
-    blocks = logits.unflatten(1, (-1, 128))
-    best = blocks.amax(-1).topk(k, dim=-1, sorted=False).indices
-    inside = blocks.gather(1, best[:, :, None].expand(-1, -1, 128)).flatten(1)
-    values, places = inside.topk(k, dim=-1)
-    return values, best.gather(1, places // 128) * 128 + places % 128
 
 
 def draw(logits: torch.Tensor, temperature: float, top_p: float) -> int:
@@ -237,7 +222,7 @@ def loops(ids: list[int]) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m drafter_svc.training.generate`."""
-    settings = parse_settings(argparse.ArgumentParser(description=__doc__), argv)
+    settings = parse_settings(__doc__, argv)
     torch.set_num_threads(settings.threads)
     settings.data.mkdir(parents=True, exist_ok=True)
     generator = Generator(settings)

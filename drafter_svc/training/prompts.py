@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-SHARES = {"code": 0.28, "maths": 0.2, "chat": 0.27, "invented": 0.25}
+SHARES = {"code": 0.14, "maths": 0.1, "chat": 0.16, "invented": 0.6}
+MAX_WORD_ID = 20_000  # later tokens are rarer words and pieces of words
 WORDS_FILE = Path(__file__).with_name("prompt_words.json")
 
 CHAT = [
@@ -127,24 +128,115 @@ MATHS = [
     "{name} had {a} {items}, gave {d} to {name2} and lost {d2}. How many are left?",
 ]
 MATHS_ENDINGS = ["", "", " Think step by step.", " Show your work.", " Explain your answer."]
-CHAT_ENDINGS = ["", "", "", "", " Keep it short.", " Use bullet points.", " Answer in one paragraph."]
+CHAT_ENDINGS = [
+    "",
+    "",
+    "",
+    "",
+    " Keep it short.",
+    " Use bullet points.",
+    " Answer in one paragraph.",
+]
+
+
+# How the user's turn begins that the target then goes on writing. {word} is any English word.
+OPENERS = {
+    "free": [""],
+    "chat": [
+        "Tell me about the {word}",
+        "Why do {word}",
+        "Why does the {word}",
+        "How do {word}",
+        "My friend {word}",
+        "My {word} is",
+        "What happens when {word}",
+        "I love {word}",
+        "Write a story about a {word} and",
+        "Write a poem about {word}",
+        "Is {word} better than",
+        "Describe the {word}",
+        "What should I cook with {word}",
+        "Give me a list of {word}",
+        "Who invented",
+        "Which country",
+        "Could you please",
+        "Help me write",
+        "Rewrite the following text:",
+        "Summarize this article:",
+        "Where can I",
+        "When was the {word}",
+        "Explain the difference between {word} and",
+        "Imagine that you are a {word}",
+        "Last {word} I",
+        "Create a checklist for {word}",
+        "What is the meaning of {word}",
+        "We want to {word}",
+    ],
+    "code": [
+        "Write a Python function",
+        "Write a Python script that {word}",
+        "Write a Python class called {word}",
+        "In Python, how",
+        "Write a JavaScript function",
+        "In JavaScript,",
+        "Write a SQL query",
+        "I have a table called {word} with",
+        "Write a C program",
+        "Write a bash script to {word}",
+        "My code throws",
+        "Fix this code:",
+        "Create an HTML page for a {word}",
+        "Using pandas,",
+        "How do I parse {word}",
+        "Given a list of {word}, write",
+        "How can I read a file",
+        "Write a Java method",
+        "Explain what this code does:\n```python\n",
+        "Implement a {word} class",
+    ],
+    "maths": [
+        "If a {word} costs",
+        "A {word} has",
+        "How many {word}",
+        "A farmer has",
+        "What is the sum of",
+        "Calculate the",
+        "Solve the following equation:",
+        "A rectangle has",
+        "There are {num} {word} in",
+        "{name} has {num} {word}",
+        "{name} bought {num} {word} for",
+        "What is {num} times",
+        "A tank holds {num} litres",
+        "A store sells {word} for ${num}",
+        "Find the value of",
+        "A bus leaves",
+        "Three friends share",
+        "Convert {num}",
+        "If I save ${num}",
+        "The ratio of {word} to",
+    ],
+}
+OPENER_SHARES = {"free": 0.15, "chat": 0.4, "code": 0.25, "maths": 0.2}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `text` is the user's turn, or None when the target shall invent it."""
+    """One prompt. `text` is the user's turn; when `invent`, only how it begins."""
 
     index: int
     kind: str
-    text: str | None
+    text: str
+    invent: bool = False
 
 
 def make_prompt(index: int, words: dict[str, list[str]]) -> Prompt:
     """Prompt number `index` (>= 0); the same words give the same prompt in every process."""
     rng = random.Random(f"dspark-prompt-{index}")
-    kind = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
+    kind = _draw(rng, SHARES)
     if kind == "invented":
-        return Prompt(index, kind, None)
+        opener = rng.choice(OPENERS[_draw(rng, OPENER_SHARES)])
+        return Prompt(index, kind, _fill(opener, words, rng), invent=True)
     if kind == "maths":
         text = rng.choice(MATHS).format(**_numbers(rng, words)) + rng.choice(MATHS_ENDINGS)
     else:
@@ -154,10 +246,24 @@ def make_prompt(index: int, words: dict[str, list[str]]) -> Prompt:
     return Prompt(index, kind, text)
 
 
-def load_words() -> dict[str, list[str]]:
-    """The word lists that fill the templates' slots."""
+def load_words(tokens: list[str]) -> dict[str, list[str]]:
+    """The word lists that fill the templates' slots; {word} is drawn from the target's own tokens.
+
+    tokens: the vocabulary's strings by id, byte-level ("Ġ" marks a leading space).
+    """
     words: dict[str, list[str]] = json.loads(WORDS_FILE.read_text(encoding="utf-8"))
+    words["name"] = words["names"]
+    words["num"] = [str(n) for n in range(2, 100)]
+    words["word"] = [
+        token[1:]
+        for token in tokens[:MAX_WORD_ID]
+        if len(token) > 4 and token[0] == "Ġ" and token[1:].isascii() and token[1:].islower()
+    ]
     return words
+
+
+def _draw(rng: random.Random, shares: dict[str, float]) -> str:
+    return rng.choices(list(shares), weights=list(shares.values()))[0]
 
 
 def _fill(template: str, words: dict[str, list[str]], rng: random.Random) -> str:
@@ -189,9 +295,9 @@ def _numbers(rng: random.Random, words: dict[str, list[str]]) -> dict[str, objec
     }
 
 
-def chat_prefix(user_text: str | None) -> str:
-    """The target's chat template up to where the target speaks (as the user, if text is None)."""
-    opening = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
-    if user_text is None:
-        return opening
-    return f"{opening}{user_text}<|im_end|>\n<|im_start|>assistant\n"
+OPENING = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+
+
+def chat_prefix(user_text: str) -> str:
+    """The target's chat template around the user's turn, up to where the target answers."""
+    return f"{OPENING}{user_text}<|im_end|>\n<|im_start|>assistant\n"

@@ -20,13 +20,32 @@ class Settings:
     tokens: int = 2_000_000  # answer tokens
     minutes: float = 600.0
     threads: int = 1
+    # The drafter: small enough that a block costs a few ms on one CPU thread.
+    num_layers: int = 2
+    intermediate_size: int = 1024
+    draft_vocab_size: int = 3584
+    block_size: int = 6
+    markov_rank: int = 48
+    mask_token_id: int = 16  # <|empty_output|>: the tokenizer never writes it into text
+    # Training.
+    num_anchors: int = 128  # per text and visit
+    texts_per_step: int = 4
+    steps: int = 5000
+    warmup: int = 100
+    decay: float = 0.3  # share of the steps, at the end, in which the rate falls to zero
+    learning_rate: float = 1e-3
+    clip: float = 1.0
+    seed: int = 0
+    report_minutes: float = 5.0
+    out: Path = Path(__file__).parent.parent / "drafters" / "smollm2-135m"
 
 
-def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> Settings:
+def parse_settings(description: str | None, argv: list[str] | None = None) -> Settings:
     """Reads the flags, one per field of `Settings`, and switches logging on."""
+    parser = argparse.ArgumentParser(description=description)
     defaults = Settings()
     for name, value in vars(defaults).items():
-        kind = int if isinstance(value, list) else type(value) if not isinstance(value, Path) else Path
+        kind = int if isinstance(value, list) else Path if isinstance(value, Path) else type(value)
         nargs = "+" if isinstance(value, list) else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, nargs=nargs)
     settings = Settings(**vars(parser.parse_args(argv)))

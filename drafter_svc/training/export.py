@@ -1,0 +1,24 @@
+"""Writes a trained drafter as a DeepSpec checkpoint folder: config.json and model.safetensors in bf16."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from drafter_svc.training.model import Drafter
+
+
+def export(drafter: Drafter, folder: Path) -> Path:
+    """Writes `folder`; the embedding is the target's and is not repeated. d2t stays int64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in drafter.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors.partial", {"format": "pt"})
+    os.replace(folder / "model.safetensors.partial", folder / "model.safetensors")
+    config = json.dumps(drafter.config.as_checkpoint(), indent=2) + "\n"
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    return folder

@@ -1,0 +1,182 @@
+"""Step 2 of training: fits the drafter to the shards; resumable from its last checkpoint.
+
+    python -m drafter_svc.training.train --data DIR [--steps N]
+
+Reads shards that generation is still adding to: each epoch takes what is there when it begins. Writes
+`train.safetensors` and `train.json` beside the shards, and the drafter itself to --out at every report.
+"""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter_svc.training.data import Corpus, Packer, choose_anchors, draft_vocabulary, read_text
+from drafter_svc.training.export import export
+from drafter_svc.training.loss import dspark_loss, survival
+from drafter_svc.training.model import Drafter
+from drafter_svc.training.report import evaluate, summary
+from drafter_svc.training.settings import Settings, parse_settings
+from drafter_svc.training.shards import list_shards, read_meta
+from drafter_svc.training.start import drafter_config, new_drafter, target_tensors
+
+log = logging.getLogger("dspark.train")
+
+STATE, PLACE = "train.safetensors", "train.json"
+
+
+class Trainer:
+    """One training run. Its whole state is tensors (weights, moments) plus step, epoch and shard count."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.target = target_tensors(settings.target)
+        self.step = self.epoch = self.cursor = 0
+        saved = self._read_place()
+        self.corpus = Corpus(settings.data, saved.get("num_shards"))
+        num_taps = len(read_meta(list_shards(settings.data)[0])["taps"])
+        config = drafter_config(settings, num_taps)
+        tensors = load_file(settings.data / STATE) if saved else {}
+        d2t = tensors["d2t"] if saved else self._draft_vocabulary(config.draft_vocab_size)
+        self.drafter: Drafter = new_drafter(config, self.target, d2t, settings.seed)
+        self.weights = dict(self.drafter.named_parameters())
+        self.optimiser = torch.optim.AdamW(
+            self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        if saved:
+            self._restore(tensors, saved)
+        self.packer = Packer(self.target["lm_head.weight"], d2t, config.block_size, num_taps)
+        self.order = self._shuffled()
+
+    def _draft_vocabulary(self, size: int) -> Tensor:
+        counts = self.corpus.count_ids(self.target["lm_head.weight"].shape[0])
+        generation = json.loads((self.settings.target / "generation_config.json").read_text())
+        d2t = draft_vocabulary(counts, size, list(generation["eos_token_id"]))
+        share = counts[d2t].sum() / counts.sum()
+        log.info("draft vocabulary of %d covers %.2f %% of the answers", size, 100 * share)
+        return d2t
+
+    def _shuffled(self) -> list[int]:
+        rng = torch.Generator().manual_seed(self.settings.seed * 1000 + self.epoch)
+        return torch.randperm(len(self.corpus.training), generator=rng).tolist()
+
+    def rate(self) -> float:
+        """Learning rate of this step: linear warm-up, constant, linear decay to zero."""
+        s = self.settings
+        left = (s.steps - self.step) / max(1.0, s.decay * s.steps)
+        return s.learning_rate * min(1.0, (self.step + 1) / s.warmup, left)
+
+    def train_step(self) -> dict[str, float]:
+        """One optimiser step over `texts_per_step` texts; returns loss figures."""
+        if self.cursor + self.settings.texts_per_step > len(self.order):
+            self.epoch, self.cursor = self.epoch + 1, 0
+            self.corpus = Corpus(self.settings.data)
+            self.order = self._shuffled()
+        picks = self.order[self.cursor : self.cursor + self.settings.texts_per_step]
+        texts = [read_text(self.corpus.training[i]) for i in picks]
+        rng = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
+        anchors = [choose_anchors(text, self.settings.num_anchors, rng) for text in texts]
+        examples = self.packer.pack(texts, anchors)
+        logits, confidence = self.drafter(examples.blocks)
+        parts = dspark_loss(
+            logits, confidence, examples.target_probs, examples.labels, examples.valid
+        )
+        self.optimiser.zero_grad()
+        parts.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.rate()
+        self.optimiser.step()
+        self.step += 1
+        self.cursor += self.settings.texts_per_step
+        return {
+            "loss": parts.loss.item(),
+            "ce": parts.cross_entropy.item(),
+            "l1": parts.mean_distance.item(),
+            "bce": parts.confidence.item(),
+            "tau": 1 + survival(parts.distance, examples.valid).sum(-1).mean().item(),
+            "norm": norm.item(),
+        }
+
+    def save(self) -> None:
+        """Checkpoint: tensors first, then the small file that names the step they belong to."""
+        tensors: dict[str, Tensor] = dict(self.drafter.state_dict())
+        for name, weight in self.weights.items():
+            state = self.optimiser.state[weight]
+            tensors[f"first.{name}"], tensors[f"second.{name}"] = (
+                state["exp_avg"],
+                state["exp_avg_sq"],
+            )
+        tensors["step"] = torch.tensor(self.step)
+        save_file(tensors, self.settings.data / f"{STATE}.partial")
+        os.replace(self.settings.data / f"{STATE}.partial", self.settings.data / STATE)
+        place = {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "num_shards": self.corpus.num_shards,
+            "step": self.step,
+        }
+        partial = self.settings.data / f"{PLACE}.partial"
+        partial.write_text(json.dumps(place))
+        os.replace(partial, self.settings.data / PLACE)
+
+    def _read_place(self) -> dict[str, int]:
+        path: Path = self.settings.data / PLACE
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def _restore(self, tensors: dict[str, Tensor], place: dict[str, int]) -> None:
+        self.step, self.epoch, self.cursor = place["step"], place["epoch"], place["cursor"]
+        assert int(tensors["step"]) == self.step, (
+            f"checkpoint tensors of step {int(tensors['step'])} beside a place of step {self.step}"
+        )
+        self.drafter.load_state_dict({name: tensors[name] for name in self.drafter.state_dict()})
+        for name, weight in self.weights.items():
+            self.optimiser.state[weight] = {
+                "step": torch.tensor(float(self.step)),
+                "exp_avg": tensors[f"first.{name}"].clone(),
+                "exp_avg_sq": tensors[f"second.{name}"].clone(),
+            }
+
+
+def run(settings: Settings) -> None:
+    """Trains up to `steps`, reporting and exporting every `report_minutes` and at the end."""
+    trainer = Trainer(settings)
+    texts = trainer.corpus.validation
+    log.info("%d training texts, %d validation texts", len(trainer.corpus.training), len(texts))
+    began = reported = time.monotonic()
+    sums: dict[str, float] = {}
+    first = trainer.step
+    while trainer.step < settings.steps:
+        for name, value in trainer.train_step().items():
+            sums[name] = sums.get(name, 0.0) + value / 50
+        if trainer.step % 50 == 0:
+            speed = (time.monotonic() - began) / (trainer.step - first)
+            figures = " ".join(f"{name} {value:.3f}" for name, value in sums.items())
+            log.info("step %d %s lr %.1e %.2f s", trainer.step, figures, trainer.rate(), speed)
+            sums = {}
+        if (
+            time.monotonic() - reported > settings.report_minutes * 60
+            or trainer.step == settings.steps
+        ):
+            trainer.save()
+            report = evaluate(trainer.drafter, trainer.packer, settings, trainer.corpus)
+            log.info("step %d %s", trainer.step, summary(report))
+            export(trainer.drafter, settings.out)
+            reported = time.monotonic()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `python -m drafter_svc.training.train`."""
+    settings = parse_settings(__doc__, argv)
+    torch.set_num_threads(settings.threads)
+    torch.set_flush_denormal(True)  # tiny probabilities would slow every step threefold
+    run(settings)
+
+
+if __name__ == "__main__":
+    main()
