@@ -117,9 +117,10 @@ def check_tap_range(ids: Ids, num_layers: int | None, path: str, origin: str) ->
         return
     outside = [i for i in ids if i >= num_layers]
     if outside:
+        written = f" (written as {show(outside[0] + 1)})" if path.endswith(AUX_KEY) else ""
         raise refuse(
             "E14",
-            f"`{path}` taps layer {show(outside[0])}, but `{origin}` gives the target "
+            f"`{path}` taps layer {show(outside[0])}{written}, but `{origin}` gives the target "
             f"N = {show(num_layers)} layers.",
             f"taps from 0 to {show(num_layers - 1)}",
             "the config.json that belongs to this target",
