@@ -1,0 +1,62 @@
+"""The drafter process: parse, build, serve. Importing it does nothing."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from common.config import limit_threads, parse, run, unread_variables
+from common.logs import fields, setup
+from drafter_svc.config import DrafterConfig
+
+if TYPE_CHECKING:
+    from common.telemetry import Telemetry
+    from drafter_svc.service import DrafterService
+
+PROG = "dspark-drafter"
+
+
+def main() -> int:
+    """Console script; returns the exit code: 2 for bad settings, 1 if the engine died."""
+    return run(PROG, _start)
+
+
+def _start() -> None:
+    config = parse(DrafterConfig, prog=PROG, description="Serves a DSpark drafter to verifiers.")
+    setup("drafter", config.service.log_format, config.service.log_level)
+    limit_threads(config.service.threads)  # before torch is imported
+    import logging
+
+    from common.server import serve
+    from drafter_svc.build import load
+    from drafter_svc.service import FULL_NAME, MAX_MESSAGE_BYTES, DrafterService
+
+    log = logging.getLogger(PROG)
+    for name in unread_variables(DrafterConfig):
+        log.warning("environment variable is not a setting", extra=fields(name=name))
+    built: list[DrafterService] = []
+
+    def build(telemetry: "Telemetry") -> "DrafterService":
+        drafter = load(config)
+        log.info("drafter loaded", extra=fields(report=drafter.report.to_json()))
+        built.append(
+            DrafterService(
+                drafter,
+                telemetry,
+                max_verifiers=config.max_verifiers,
+                max_step_rows=config.max_step_rows,
+            )
+        )
+        return built[0]
+
+    serve(
+        config.service,
+        build,
+        name="dspark-drafter",
+        health_names=(FULL_NAME,),
+        max_message_bytes=MAX_MESSAGE_BYTES,
+    )
+    if built and built[0].failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

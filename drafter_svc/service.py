@@ -1,0 +1,378 @@
+"""DrafterService: verifiers' streams in, work for the engine thread, its answers back out.
+
+The only file of the drafter that sees wire types. Loop thread only, but for `_deliver`, which the
+engine thread calls. No tensor is touched here: rows pass through as bytes.
+
+What ends a stream: the peer (Bye, half-close, gone), a broken protocol, a dead engine, `close`.
+Faults of one session never do. However a stream ends, the engine gets its LinkClosed.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+
+from common.contract import Contract
+from common.errors import ContractMismatch, InvalidRequest, Overloaded, Unavailable
+from common.health import PROCESS, Health
+from common.logs import fields
+from common.pb.v1 import drafter_pb2 as pb
+from common.pb.v1 import drafter_pb2_grpc
+from common.telemetry import Telemetry
+from common.tensors import itemsize
+from drafter_svc.batcher import (
+    GREEDY,
+    DraftMode,
+    Entry,
+    LinkClosed,
+    LinkOpened,
+    Ping,
+    RowForm,
+    Sampling,
+    Step,
+)
+from drafter_svc.build import LoadedDrafter
+from drafter_svc.engine import Evicted, Pong, Proposal, Reply, StepReply
+from drafter_svc.engine_thread import EngineThread
+from drafter_svc.sessions import Status
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+FULL_NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
+MAX_MESSAGE_BYTES = 64 << 20
+_ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
+_MAX_UNANSWERED = 16  # steps and pings of one verifier; then its stream is not read any further
+
+
+class _Link:
+    """One verifier's stream."""
+
+    def __init__(self, number: int, verifier_id: str, form: RowForm, max_step_rows: int) -> None:
+        self.number, self.verifier_id = number, verifier_id
+        self.form, self.max_step_rows = form, max_step_rows
+        self.last_step_id = 0
+        self.credits = asyncio.Semaphore(_MAX_UNANSWERED)
+        # Bounded by `credits`, but for eviction notices: at most one per session that was open.
+        self.outbox: asyncio.Queue[tuple[pb.DraftResponse, bool]] = asyncio.Queue()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send(self, message: pb.DraftResponse, *, answer: bool = False) -> None:
+        """Queues one message; an `answer` gives its credit back once it is written."""
+        self.outbox.put_nowait((message, answer))
+
+    def end(self, error: Unavailable) -> None:
+        """Ends the stream with this error."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+
+class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
+    """Serves one loaded drafter to up to `max_verifiers` verifiers."""
+
+    full_name = FULL_NAME
+
+    def __init__(
+        self,
+        drafter: LoadedDrafter,
+        telemetry: Telemetry,
+        *,
+        max_verifiers: int,
+        max_step_rows: int,
+    ) -> None:
+        self.failed = False  # the engine died: the process exits with an error
+        self._drafter, self._max_verifiers = drafter, max_verifiers
+        self._max_step_rows = max_step_rows
+        self._drafter_id = f"{socket.gethostname()}:{os.getpid()}"
+        self._incarnation = secrets.randbits(63)
+        self._engine = EngineThread(drafter.engine, self._deliver, self._died, telemetry)
+        self._links: dict[int, _Link] = {}
+        self._numbers = itertools.count(1)
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    # Life, as `common.server.Service` has it.
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the handlers."""
+        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self, server)
+
+    async def start(self, health: Health) -> None:
+        """Starts the engine thread and turns health on."""
+        self._loop, self._health = asyncio.get_running_loop(), health
+        self._engine.start()
+        health.set(True, PROCESS, FULL_NAME)
+
+    def stop_admission(self) -> None:
+        """Tells every verifier to go elsewhere; their streams go on until they leave."""
+        self._draining = True
+        for link in self._links.values():
+            link.send(pb.DraftResponse(drain=pb.Drain()))
+
+    async def drained(self) -> None:
+        """No verifier is connected any more."""
+        await self._empty.wait()
+
+    async def close(self) -> None:
+        """Ends what streams are left with UNAVAILABLE, then the engine thread."""
+        self._draining = True
+        for link in self._links.values():
+            link.end(Unavailable("the drafter stops; connect to another one"))
+        await self._empty.wait()
+        await asyncio.to_thread(self._engine.stop)
+
+    # Calls.
+
+    async def GetInfo(
+        self, request: pb.GetDrafterInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetDrafterInfoResponse:
+        """What is loaded, and how full it is."""
+        drafter = self._drafter
+        return pb.GetDrafterInfoResponse(
+            drafter_id=self._drafter_id,
+            incarnation=self._incarnation,
+            contract=_contract_to_pb(drafter.contract),
+            verdict_json=drafter.verdict_json,
+            load_report_json=drafter.report.to_json(),
+            max_sessions=drafter.limits.max_sessions,
+            num_sessions=drafter.engine.num_sessions,
+        )
+
+    async def Draft(
+        self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """One verifier's stream, from Hello to its end."""
+        messages = aiter(requests)
+        first = await anext(messages, None)
+        if first is None:
+            return
+        link = self._open(first)
+        reader = asyncio.ensure_future(self._read(link, messages))
+        writer = asyncio.ensure_future(_write(link, context))
+        waits = (reader, writer, link.ended)
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                if wait in done:
+                    return wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            self._close(link)
+
+    def _open(self, first: pb.DraftRequest) -> _Link:
+        """Checks the first message, admits the verifier and queues the Welcome."""
+        if first.WhichOneof("kind") != "hello":
+            raise InvalidRequest(f"the first message is {first.WhichOneof('kind')!r}, not 'hello'")
+        if self._draining:
+            raise Unavailable("the drafter drains; connect to another one")
+        form = self._agree(first.hello)
+        if len(self._links) >= self._max_verifiers:
+            raise Overloaded(
+                f"{len(self._links)} verifiers are connected, --max-verifiers {self._max_verifiers}"
+            )
+        row_bytes = form.width * itemsize(form.dtype)
+        fitting = (MAX_MESSAGE_BYTES - _ENTRY_ROOM_BYTES) // row_bytes
+        max_step_rows = min(self._max_step_rows, fitting)
+        link = _Link(next(self._numbers), first.hello.verifier_id, form, max_step_rows)
+        self._links[link.number] = link
+        self._empty.clear()
+        self._engine.inbox.put(LinkOpened(link.number))
+        welcome = pb.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            drafter_id=self._drafter_id,
+            incarnation=self._incarnation,
+            max_sessions=self._drafter.limits.max_sessions_per_link,
+            max_step_rows=max_step_rows,
+            max_context_len=self._drafter.limits.max_context_len,
+        )
+        link.send(pb.DraftResponse(welcome=welcome))
+        log.info("verifier joined", extra=fields(link=link.number, verifier=link.verifier_id))
+        return link
+
+    def _agree(self, hello: pb.Hello) -> RowForm:
+        """The wire form of rows; ContractMismatch names every field that differs, both values."""
+        drafter = self._drafter
+        differing = drafter.contract.differences(_contract_from_pb(hello.contract))
+        if hello.protocol_version != PROTOCOL_VERSION:
+            peer = hello.protocol_version
+            differing.insert(0, f"protocol_version: {PROTOCOL_VERSION} here, {peer} at the peer")
+        if hello.feature_form not in (pb.FEATURE_FORM_RAW_LAYERS, pb.FEATURE_FORM_PROJECTED):
+            differing.append(f"feature_form: 1 or 2 here, {hello.feature_form} at the peer")
+        if hello.feature_dtype not in _DTYPES:
+            differing.append(f"feature_dtype: 1 or 2 here, {hello.feature_dtype} at the peer")
+        if differing:
+            raise ContractMismatch("drafter and verifier do not fit: " + "; ".join(differing))
+        projected = hello.feature_form == pb.FEATURE_FORM_PROJECTED
+        width = drafter.contract.hidden_size if projected else drafter.feature_width
+        return RowForm(projected, _DTYPES[hello.feature_dtype], width)
+
+    def _close(self, link: _Link) -> None:
+        del self._links[link.number]
+        self._engine.inbox.put(LinkClosed(link.number))
+        if not self._links:
+            self._empty.set()
+        log.info("verifier left", extra=fields(link=link.number, verifier=link.verifier_id))
+
+    async def _read(self, link: _Link, messages: AsyncIterator[pb.DraftRequest]) -> None:
+        """Until Bye or half-close; InvalidRequest for a peer that breaks the protocol."""
+        async for message in messages:
+            kind = message.WhichOneof("kind")
+            if kind == "bye":
+                return
+            if kind not in ("step", "ping"):
+                raise InvalidRequest(f"message {kind!r} after hello; step, ping or bye may come")
+            await link.credits.acquire()
+            if kind == "ping":
+                self._engine.inbox.put(Ping(link.number, message.ping.nonce))
+            else:
+                self._engine.inbox.put(
+                    _step_from_pb(message.step, link, self._drafter.limits.max_sessions_per_link)
+                )
+
+    # From the engine thread.
+
+    def _deliver(self, replies: list[Reply]) -> None:
+        messages = [
+            (reply.link, _reply_to_pb(reply), not isinstance(reply, Evicted)) for reply in replies
+        ]
+        if messages:
+            self._loop.call_soon_threadsafe(self._dispatch, messages)
+
+    def _dispatch(self, messages: list[tuple[int, pb.DraftResponse, bool]]) -> None:
+        for number, message, answer in messages:
+            link = self._links.get(number)
+            if link is not None:  # else it left in the meantime
+                link.send(message, answer=answer)
+
+    def _died(self) -> None:
+        """The engine thread ends by an exception: this process cannot draft any more."""
+        self.failed = True
+        self._loop.call_soon_threadsafe(self._give_up)
+
+    def _give_up(self) -> None:
+        log.critical("the engine died; the process stops")
+        self._health.set(False, PROCESS, FULL_NAME)
+        for link in self._links.values():
+            link.end(Unavailable("the drafter's engine died"))
+        signal.raise_signal(signal.SIGTERM)  # the ordinary way out, see common.server
+
+
+async def _write(link: _Link, context: grpc.aio.ServicerContext) -> None:
+    while True:
+        message, answer = await link.outbox.get()
+        await context.write(message)
+        if answer:
+            link.credits.release()
+
+
+# Wire types to ours and back.
+
+_DTYPES = {pb.FEATURE_DTYPE_BF16: "bf16", pb.FEATURE_DTYPE_FP32: "fp32"}
+_MODES = {
+    pb.DraftSampling.MODE_UNSPECIFIED: DraftMode.GREEDY,
+    pb.DraftSampling.MODE_GREEDY: DraftMode.GREEDY,
+    pb.DraftSampling.MODE_SAMPLED: DraftMode.SAMPLED,
+    pb.DraftSampling.MODE_COUPLED: DraftMode.COUPLED,
+}
+_STATUSES = {
+    Status.OK: pb.Proposal.STATUS_OK,
+    Status.UNKNOWN_SESSION: pb.Proposal.STATUS_UNKNOWN_SESSION,
+    Status.BASE_MISMATCH: pb.Proposal.STATUS_BASE_MISMATCH,
+    Status.NO_ROOM: pb.Proposal.STATUS_NO_ROOM,
+    Status.INVALID: pb.Proposal.STATUS_INVALID,
+}
+
+
+def _step_from_pb(step: pb.Step, link: _Link, max_entries: int) -> Step:
+    """Checks what only a broken peer gets wrong; what may be wrong per entry is the engine's."""
+    if step.step_id <= link.last_step_id:
+        raise InvalidRequest(f"step_id {step.step_id} must be above {link.last_step_id}")
+    link.last_step_id = step.step_id
+    entries = tuple(_entry_from_pb(entry) for entry in step.entries)
+    if len(entries) > max_entries:
+        raise InvalidRequest(f"{len(entries)} entries in a step, at most {max_entries} are allowed")
+    num_rows = sum(entry.num_rows for entry in entries)
+    if num_rows > link.max_step_rows:
+        raise InvalidRequest(f"{num_rows} rows in a step, at most {link.max_step_rows} are allowed")
+    rows, form = step.rows, link.form
+    wanted = num_rows * form.width * itemsize(form.dtype)
+    if len(rows) != wanted:
+        raise InvalidRequest(
+            f"rows has {len(rows)} bytes; {num_rows} rows of {form.width} {form.dtype} are {wanted}"
+        )
+    return Step(link.number, step.step_id, entries, rows, form, tuple(step.close_ids))
+
+
+def _entry_from_pb(entry: pb.Entry) -> Entry:
+    return Entry(
+        entry.session_id,
+        entry.epoch,
+        entry.base_len,
+        entry.num_rows,
+        entry.num_draft_tokens,
+        entry.anchor_id,
+        _sampling_from_pb(entry.sampling) if entry.HasField("sampling") else GREEDY,
+    )
+
+
+def _sampling_from_pb(sampling: pb.DraftSampling) -> Sampling:
+    mode = _MODES.get(sampling.mode)
+    if mode is None:
+        raise InvalidRequest(f"draft sampling mode {sampling.mode} is unknown; 1, 2 and 3 exist")
+    return Sampling(mode, sampling.temperature, sampling.seed, sampling.top_k)
+
+
+def _reply_to_pb(reply: Reply) -> pb.DraftResponse:
+    match reply:
+        case Pong(_, nonce, num_sessions):
+            return pb.DraftResponse(pong=pb.Pong(nonce=nonce, num_sessions=num_sessions))
+        case Evicted(_, session_ids):
+            return pb.DraftResponse(evicted=pb.Evicted(session_ids=session_ids))
+        case StepReply():
+            return pb.DraftResponse(
+                proposals=pb.Proposals(
+                    step_id=reply.step_id,
+                    proposals=[_proposal_to_pb(proposal) for proposal in reply.proposals],
+                    queue_us=round(reply.queue_s * 1e6),
+                    ingest_us=round(reply.ingest_s * 1e6),
+                    draft_us=round(reply.draft_s * 1e6),
+                )
+            )
+
+
+def _proposal_to_pb(proposal: Proposal) -> pb.Proposal:
+    entry = proposal.entry
+    message = pb.Proposal(
+        session_id=entry.session_id,
+        epoch=entry.epoch,
+        base_len=entry.anchor_position,
+        status=_STATUSES[proposal.status],
+        detail=proposal.detail,
+    )
+    if proposal.token_ids is not None:
+        message.token_ids = proposal.token_ids.tobytes()
+    if proposal.confidence_logits is not None:
+        message.confidence_logits = proposal.confidence_logits.tobytes()
+    if proposal.candidate_ids is not None and proposal.candidate_probs is not None:
+        message.top_k = proposal.candidate_ids.shape[1]
+        message.candidate_ids = proposal.candidate_ids.tobytes()
+        message.candidate_probs = proposal.candidate_probs.tobytes()
+    return message
+
+
+def _contract_to_pb(contract: Contract) -> pb.Contract:
+    return pb.Contract(**vars(contract))
+
+
+def _contract_from_pb(contract: pb.Contract) -> Contract:
+    values = {field.name: getattr(contract, field.name) for field in pb.Contract.DESCRIPTOR.fields}
+    return Contract(**{**values, "target_layer_ids": tuple(contract.target_layer_ids)})
