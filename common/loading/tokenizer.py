@@ -67,6 +67,7 @@ class StreamDecoder:
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = list(prompt_ids[-CONTEXT_IDS:])  # context, then ids with text to come
+        self._in_bytes = False  # inside a run of byte-fallback tokens
         # A prompt that ends inside a character leaves it to the first ids to finish it.
         self._shown = len(self._text().rstrip(REPLACEMENT))  # characters of _text() that are out
 
@@ -74,6 +75,10 @@ class StreamDecoder:
         """The text that became final with this id: often a word, sometimes ''."""
         self._ids.append(token_id)
         if token_id in self._tokenizer.byte_ids:
+            self._in_bytes = True
+        elif self._in_bytes:  # a skipped special token does not end the run
+            self._in_bytes = not self._tokenizer.decode([token_id], self._skip)
+        if self._in_bytes:
             return ""
         text = self._text()
         # Only a last replacement character can still turn into something else.
