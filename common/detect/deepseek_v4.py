@@ -66,34 +66,28 @@ def read_dspark(source: Source, body_name: str) -> Verdict:
     nextn = reader.read("num_nextn", whole(0), "num_nextn_predict_layers")
     body = source.text if body_name else source.config
     if nextn == 0:
-        return replace(
-            _described(source),
-            num_nextn=0,
-            hints=("keys_without_stages",),
-            warnings=(
-                Remark(
-                    "W08",
-                    "the `dspark_*` keys are there but `num_nextn_predict_layers` is 0: a "
-                    "truncated export without draft stages",
-                ),
-            ),
+        text = (
+            "the `dspark_*` keys are there but `num_nextn_predict_layers` is 0: a truncated "
+            "export without draft stages"
         )
+        hints, warnings = ("keys_without_stages",), (Remark("W08", text),)
+        return replace(_described(source), num_nextn=0, hints=hints, warnings=warnings)
     _require_all(body, body_name)
     heads = read_heads(source, reader, lowest_tap=0, lowest_rank=1, confidence=True)
-    bodies = (body, source.config if body_name else source.text)
-    num_layers = source.size("num_hidden_layers", *bodies)
-    vocab_size = source.size("vocab_size", *bodies)
+    sections = (body_name, "" if body_name else "text_config")
+    num_layers, depth_path = source.located_size("num_hidden_layers", *sections)
+    vocab_size, vocab_path = source.located_size("vocab_size", *sections)
     taps = heads.target_layer_ids
     assert heads.block_size and taps and heads.markov_rank, heads  # by _require_all
-    check_tap_range(taps, num_layers, reader.sources["target_layer_ids"], "num_hidden_layers")
-    check_filler(heads.filler_token_id, vocab_size, reader.sources["filler_token_id"], "vocab_size")
+    check_tap_range(taps, num_layers, reader.sources["target_layer_ids"], depth_path)
+    check_filler(heads.filler_token_id, vocab_size, reader.sources["filler_token_id"], vocab_path)
     return replace(
         heads,
         kind="v4_dspark",
         family=_family(source),
         num_stages=_configured_stages(source, reader, num_layers),
         num_nextn=nextn,
-        hidden_size=source.size("hidden_size", *bodies),
+        hidden_size=source.size("hidden_size", *sections),
         num_layers=num_layers,
         vocab_size=vocab_size,
         confidence_with_markov=True,
@@ -107,8 +101,7 @@ def read_plain(source: Source) -> Verdict:
     Raises:
         ConfigError: E09, V4.1 has no other drafter than DSpark; E08, E16, E24 unusable values.
     """
-    family = _family(source)
-    if family == "deepseek_v41":
+    if _family(source) == "deepseek_v41":
         raise refuse(
             "E09",
             f"{source.name or 'config.json'}: `model_type` is {show(source.model_type)}, but no "
@@ -143,16 +136,16 @@ def stage_remark(verdict: Verdict) -> Verdict:
 
 
 def _described(source: Source) -> Verdict:
-    bodies = (source.config, source.text)
+    sections = ("", "text_config")
     return Verdict(
         kind="none",
         family=_family(source),
         name=source.name,
         model_type=source.model_type,
         architectures=source.architectures,
-        hidden_size=source.size("hidden_size", *bodies),
-        num_layers=source.size("num_hidden_layers", *bodies),
-        vocab_size=source.size("vocab_size", *bodies),
+        hidden_size=source.size("hidden_size", *sections),
+        num_layers=source.size("num_hidden_layers", *sections),
+        vocab_size=source.size("vocab_size", *sections),
     )
 
 
@@ -197,20 +190,14 @@ def _configured_stages(source: Source, reader: Reader, num_layers: int | None) -
 def _notes(source: Source) -> tuple[Remark, ...]:
     notes = []
     if _family(source) == "deepseek_v41":
-        notes.append(
-            Remark(
-                "I02",
-                "V4.1 is reported to tap a layer's input; `target_layer_ids` are as written",
-            )
-        )
+        text = "V4.1 is reported to tap a layer's input; `target_layer_ids` are as written"
+        notes.append(Remark("I02", text))
     if _excludes_drafter(source.config.get("quantization_config")):
-        notes.append(
-            Remark(
-                "I03",
-                "DRAFT_QUANT_DIFFERS: `quantization_config` leaves `mtp.*` out, so the drafter "
-                "keeps the original format",
-            )
+        text = (
+            "DRAFT_QUANT_DIFFERS: `quantization_config` leaves `mtp.*` out, so the drafter keeps "
+            "the original format"
         )
+        notes.append(Remark("I03", text))
     return tuple(notes)
 
 

@@ -54,8 +54,8 @@ def read_drafter(source: Source, family: str) -> Verdict:
     if heads.markov_rank == 0:
         return without_markov(heads)
     require(heads, "block_size", "target_layer_ids")
-    declared = source.size("num_target_layers", source.config)
-    vocab_size = source.size("vocab_size", source.config)
+    declared = source.size("num_target_layers", "")
+    vocab_size = source.size("vocab_size", "")
     taps = heads.target_layer_ids
     assert taps is not None  # by require
     if family == "k3":
@@ -70,9 +70,8 @@ def read_drafter(source: Source, family: str) -> Verdict:
         heads,
         kind="drafter",
         family=family,
-        num_stages=source.size("num_hidden_layers", source.config),
-        hidden_size=source.size("target_hidden_size", source.config)
-        or source.size("hidden_size", source.config),
+        num_stages=source.size("num_hidden_layers", ""),
+        hidden_size=source.size("target_hidden_size", "") or source.size("hidden_size", ""),
         num_layers=declared,
         vocab_size=vocab_size,
         notes=vocabulary_notes(heads, vocab_size),

@@ -52,7 +52,7 @@ def detected_method(shape: Verdict, *, named: bool) -> str | None:
     if shape.kind == "v4_mtp":
         return "mtp"
     if named:
-        raise nothing_to_draft(shape, "dspark", named=True)
+        raise nothing_to_draft(shape, None, named=True)
     return None
 
 
@@ -83,8 +83,12 @@ def check_method(method: str, shape: Verdict, *, named: bool) -> None:
         raise nothing_to_draft(shape, method, named=named)
 
 
-def nothing_to_draft(shape: Verdict, method: str, *, named: bool) -> ConfigError:
-    """E03: no drafter in this config; what was found and what would qualify."""
+def nothing_to_draft(shape: Verdict, method: str | None, *, named: bool) -> ConfigError:
+    """E03: no drafter in this config; what was found and what would qualify.
+
+    `method` None: speculation was asked for by a draft path or a K alone.
+    """
+    asked = "speculation" if method is None else f"method={method!r}"
     looks = f"; it looks like {', '.join(shape.hints)}" if shape.hints else ""
     if method == "mtp":
         qualifies = "DeepSeek-V4 with `num_nextn_predict_layers` above 0 and no `dspark_*` keys"
@@ -93,20 +97,20 @@ def nothing_to_draft(shape: Verdict, method: str, *, named: bool) -> ConfigError
             "DeepSeek-V4 with the four `dspark_*` keys, or a drafter whose `architectures` ends in "
             "DSparkModel or whose `speculators_model_type` is dspark"
         )
-    ways = ["leave method out to run without drafts"]
-    if method == "dspark":
+    ways = ["leave out method, draft and K to run without drafts"]
+    if method != "mtp":
         another = "another draft checkpoint" if named else "a separate drafter, which must be named"
         ways.insert(0, f"{another}: --draft-model PATH")
     return refuse(
         "E03",
-        f"method={method!r} needs something to draft with, and {shape.label} has nothing: "
+        f"{asked} needs something to draft with, and {shape.label} has nothing: "
         f"`model_type` {show(shape.model_type)}, `architectures` {show(list(shape.architectures))}"
         f"{looks}. What qualifies: {qualifies}.",
         *ways,
     )
 
 
-def use_dspark(shape: Verdict) -> str:
+def _use_dspark(shape: Verdict) -> str:
     """The setting that runs a DSpark shape."""
     return f'method="dspark" with num_speculative_tokens={shape.trained_len}'
 
@@ -117,7 +121,7 @@ def _use_mtp(shape: Verdict) -> str:
 
 def _use(shape: Verdict) -> str:
     if shape.is_dspark:
-        return use_dspark(shape)
+        return _use_dspark(shape)
     return _use_mtp(shape) if shape.kind == "v4_mtp" else "a DSpark drafter as --draft-model"
 
 
@@ -153,7 +157,7 @@ def _mtp_on_dspark(shape: Verdict) -> ConfigError:
         f"KeyError 'model.layers.{layer}.mtp_block.main_norm.weight'. On Hopper check the release "
         "and topology first: vLLM 0.27.1 with DP4 on H100 is reported to crash in graph capture, "
         "0.26.0 with TP4 on H200 and nightlies to work (vLLM pull request 52165).",
-        use_dspark(shape),
+        _use_dspark(shape),
     )
 
 
@@ -173,7 +177,7 @@ def _mtp_on_drafter(shape: Verdict) -> ConfigError:
         "E04",
         f'method="mtp" cannot run on {shape.label}: it is a DSpark drafter of family '
         f"{shape.family} ({_proof(shape)}), and an explicit method is never rewritten.",
-        use_dspark(shape),
+        _use_dspark(shape),
     )
 
 

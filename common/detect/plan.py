@@ -45,7 +45,7 @@ def resolve(
         check_method(chosen, shape, named=named)
     if chosen is None:
         if k is not None:
-            raise nothing_to_draft(shape, "dspark", named=False)
+            raise nothing_to_draft(shape, None, named=False)
         return Plan(None, None, policy)
     if chosen in FREE_METHODS:
         return _plan(chosen, k_rules.free_k(chosen, k), policy, _ignored(chosen, shape, named))

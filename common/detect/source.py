@@ -27,21 +27,24 @@ class Source:
         """The outer type, then the text body's, where given."""
         return tuple(t for t in (self.model_type, self.text_model_type) if t is not None)
 
-    @property
-    def found(self) -> str:
-        """What messages say the config is."""
-        return f"`model_type` {show(self.model_type)}, `architectures` {show(self.architectures)}"
+    def size(self, key: str, *sections: str) -> int | None:
+        """A positive size that this project will rely on, from the first of `sections` that has it.
 
-    def size(self, key: str, *bodies: Config) -> int | None:
-        """A positive size that this project will rely on, from the first of `bodies` that has it.
+        A section is the name of a nested object, "" the top level.
 
         Raises:
             ConfigError: E24, it is no positive integer.
         """
-        for body in bodies:
+        return self.located_size(key, *sections)[0]
+
+    def located_size(self, key: str, *sections: str) -> tuple[int | None, str]:
+        """`size` and the path it was read at (`key` itself when nowhere)."""
+        for name in sections:
+            body = section(self.config, name) if name else self.config
             if body.get(key) is not None:
-                return whole(1, "E24")(key, body[key])
-        return None
+                path = f"{name}.{key}" if name else key
+                return whole(1, "E24")(path, body[key]), path
+        return None, key
 
     def loose_size(self, key: str) -> int | None:
         """Like `size` for models that are only described: anything but a positive int is None."""

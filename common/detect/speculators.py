@@ -16,6 +16,7 @@ from common.detect.source import Source, class_names
 from common.detect.verdict import Remark, Verdict
 from common.errors import ConfigError
 
+_LAYERS = "transformer_layer_config"
 TYPE_KEY = "speculators_model_type"
 _KNOWN_TYPES = ("dspark", "dflash", "eagle3", "peagle", "medusa", "mtp")
 
@@ -47,7 +48,7 @@ def read_speculators(source: Source) -> Verdict:
 
 
 def _read_dspark(source: Source) -> Verdict:
-    layers = _required(source.config, "transformer_layer_config", Mapping)
+    _required(source.config, _LAYERS, Mapping)
     spec = _required(source.config, "speculators_config", Mapping)
     methods = _required(spec, "proposal_methods", list, "speculators_config")
     verifier = _required(spec, "verifier", Mapping, "speculators_config")
@@ -62,14 +63,14 @@ def _read_dspark(source: Source) -> Verdict:
         verdict = without_markov(heads)
         return replace(verdict, warnings=(remark, *verdict.warnings))
     require(heads, "block_size", "target_layer_ids", "filler_token_id")
-    vocab_size = source.size("vocab_size", layers)
+    vocab_size = source.size("vocab_size", _LAYERS)
     proposal = _proposal(methods)
     return replace(
         heads,
         kind="drafter",
         family="speculators",
-        num_stages=source.size("num_hidden_layers", layers),
-        hidden_size=source.size("hidden_size", layers),
+        num_stages=source.size("num_hidden_layers", _LAYERS),
+        hidden_size=source.size("hidden_size", _LAYERS),
         vocab_size=vocab_size,
         proposal_tokens=proposal,
         verifier_name=verifier_name,

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys, time
 start = time.process_time()
-from common.cli.detect import main
-code = main([sys.argv[1], "--tp", "16"])
+from common.cli.main import main
+code = main(["detect", sys.argv[1], "--tp", "16"])
 seconds = time.process_time() - start
 allowed = {"common"} | set(sys.stdlib_module_names) | {"__main__"}
 print(code, seconds, sorted({name.split(".")[0] for name in sys.modules} - allowed))

@@ -33,8 +33,7 @@ KEYS += ["open_spec_config_version", "n_mtp_layers", "sample_from_anchor", "dspa
 VALUES = TREES | st.sampled_from(
     [value for config in CONFIGS for value in config.values()] + [0, -1, 10**400, "5", [[]]]
 )
-settings.register_profile("detect", max_examples=150, deadline=None)
-RELAXED = settings.get_profile("detect")
+RELAXED = settings(max_examples=80, deadline=None)
 
 
 def essence(verdict: Verdict) -> dict[str, Any]:
@@ -108,7 +107,7 @@ def is_complete(error: ConfigError) -> bool:
 
 
 @given(OURS, st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
-@settings(RELAXED, max_examples=600)
+@settings(RELAXED, max_examples=300)
 def test_wrong_values_end_in_a_verdict_or_a_complete_refusal(
     config: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -121,7 +120,7 @@ def test_wrong_values_end_in_a_verdict_or_a_complete_refusal(
 
 
 @given(TREES, TREES | st.dictionaries(st.sampled_from(c.DSPARK_NAMES), TREES), st.text(max_size=9))
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=150)
 def test_anything_at_all_ends_the_same_way(config: Any, index: Any, name: str) -> None:
     try:
         detect(config, index=index if isinstance(index, dict) else None, name=name)
@@ -130,7 +129,7 @@ def test_anything_at_all_ends_the_same_way(config: Any, index: Any, name: str) -
 
 
 @given(OURS, OURS | st.none(), TREES, TREES, st.sampled_from(["floor", "strict", "", "x"]) | TREES)
-@settings(RELAXED, max_examples=300)
+@settings(RELAXED, max_examples=150)
 def test_strange_settings_end_the_same_way(
     target: dict[str, Any], draft: dict[str, Any] | None, method: Any, k: Any, policy: Any
 ) -> None:
