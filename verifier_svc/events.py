@@ -1,21 +1,12 @@
 """What the engine tells the outside about a request: the pure shape of the Generate stream.
 
-Pure: knows neither torch nor grpc. A request gets one Started, Deltas, then one Finished or Failed.
+Pure: knows neither torch nor grpc. A request gets Deltas, then exactly one Finished or Failed.
 """
 
 from dataclasses import dataclass
 
 from common.errors import DsparkError
 from verifier_svc.request import Counters, FinishReason, Times, TokenLogprobs
-
-
-@dataclass(frozen=True)
-class Started:
-    """The engine holds the request; `seed` is the one in use, drawn or given."""
-
-    request_id: str
-    num_prompt_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -54,4 +45,4 @@ class Failed:
     error: DsparkError
 
 
-Event = Started | Delta | Finished | Failed
+Event = Delta | Finished | Failed

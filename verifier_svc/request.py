@@ -108,8 +108,8 @@ class Times:
 
     arrived: float = field(default_factory=time.monotonic)  # admission
     scheduled: float = 0.0  # scheduler
-    first_token: float = 0.0  # engine
-    finished: float = 0.0  # engine
+    first_token: float = 0.0  # scheduler
+    finished: float = 0.0  # scheduler
     draft_wait: float = 0.0  # engine, sum over rounds
     drafter: float = 0.0
     forward: float = 0.0

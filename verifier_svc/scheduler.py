@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from common.errors import DsparkError
 from verifier_svc.drafting import Drafts
-from verifier_svc.events import Delta, Event, Failed, Finished
+from verifier_svc.events import Delta, Event, Finished
 from verifier_svc.kv_blocks import KVBlocks
 from verifier_svc.request import Entry, FinishReason, Plan, Request, Verdict
 from verifier_svc.stopping import StopCursor, TextDecoder
@@ -51,6 +50,15 @@ class Scheduler:
         self._release = release
         self._cursors: dict[Request, StopCursor] = {}  # of every request that has not ended
         self._step_id = 0
+
+    @property
+    def live(self) -> list[Request]:
+        """Waiting and running, in order of arrival."""
+        return list(self._cursors)
+
+    def holds(self, request: Request) -> bool:
+        """The request was added and has not ended."""
+        return request in self._cursors
 
     @property
     def has_work(self) -> bool:
@@ -104,13 +112,6 @@ class Scheduler:
         """Ends a live request between steps and frees all that it holds."""
         request.finish_reason = FinishReason.ABORT
         return self._end(request)
-
-    def fail_all(self, error: DsparkError) -> list[Event]:
-        """Ends every live request with an error; for an engine that cannot go on."""
-        live = list(self._cursors)
-        for request in live:
-            self._free(request)
-        return [Failed(request.request_id, error) for request in live]
 
     def _plan_decoding(self) -> dict[Request, Entry]:
         """Anchors first, for all; then drafts, from what is left of rows and blocks."""
