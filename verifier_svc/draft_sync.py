@@ -1,0 +1,158 @@
+"""What the drafter holds of every request, and what the next step must tell it.
+
+Pure: knows neither torch, grpc nor the clock (callers pass `now`). Engine thread only. One
+mechanism serves prompts, accepted rows, late starts and re-attaching after a restart: send the
+feature rows [synced, anchor), so many per step at most, and ask for drafts once they are complete.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verifier_svc.request import Entry, Plan, Request
+
+FIRST_RETRY_S = 0.25  # after a session was refused for want of room
+LONGEST_RETRY_S = 8.0
+
+
+@dataclass(frozen=True)
+class LinkLimits:
+    """What this stream's drafter allows (drafter.proto `Welcome`)."""
+
+    max_sessions: int
+    max_step_rows: int
+    max_context_len: int  # tokens of one session, the block included
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One entry of a step: rows [base_len, base_len + num_rows), then drafts if wanted."""
+
+    request: Request
+    epoch: int
+    base_len: int
+    num_rows: int
+    num_drafts: int  # 0: rows only
+
+    @property
+    def anchor_position(self) -> int:
+        """Where the anchor is, once the rows are in."""
+        return self.base_len + self.num_rows
+
+
+@dataclass
+class _Session:
+    epoch: int
+    synced: int = 0  # rows sent on this stream in this epoch
+    open: bool = False  # the drafter may hold something of it
+    num_refusals: int = 0  # since the last draft
+    retry_at: float = 0.0  # seconds on the caller's clock
+
+
+class DraftSync:
+    """State of all sessions on the current stream; a new stream starts from nothing."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sessions: dict[int, _Session] = {}
+        self._closing: list[int] = []
+        # Never reused, so that nothing said about an earlier life of a session can be mistaken.
+        self._epochs = itertools.count(1)
+        self._limits = LinkLimits(0, 0, 0)
+
+    @property
+    def num_open(self) -> int:
+        """Sessions that the drafter may hold."""
+        return sum(session.open for session in self._sessions.values())
+
+    def new_link(self, limits: LinkLimits) -> None:
+        """A stream was welcomed: its drafter holds no session of ours."""
+        self._limits = limits
+        self._sessions.clear()
+        self._closing.clear()
+
+    def take_closing(self) -> list[int]:
+        """Session ids to close, once."""
+        closing, self._closing = self._closing, []
+        return closing
+
+    def asks(self, plan: Plan, now: float) -> list[Ask]:
+        """What to send for `plan`; the rows count as synced from here on.
+
+        Decoding requests come first, so that prompts never delay their rows.
+        """
+        asks, room = [], self._limits.max_step_rows
+        num_open = self.num_open
+        for entry in sorted(plan.entries, key=lambda entry: not entry.request.decoding):
+            if not self._wanted(entry):
+                continue
+            session = self._session(entry)
+            if now < session.retry_at or (
+                not session.open and num_open >= self._limits.max_sessions
+            ):
+                continue
+            num_rows = min(entry.start - session.synced, room)
+            complete = session.synced + num_rows == entry.start
+            num_drafts = min(entry.max_drafts, self._block_size) if complete else 0
+            if num_rows or num_drafts:
+                asks.append(Ask(entry.request, session.epoch, session.synced, num_rows, num_drafts))
+                num_open += not session.open
+                session.open = True
+                session.synced += num_rows
+                room -= num_rows
+        return asks
+
+    def _wanted(self, entry: Entry) -> bool:
+        """Drafts are or will be of use, and the drafter's context can hold the request."""
+        request = entry.request
+        wishes = request.speculation
+        if not wishes.enabled or wishes.max_draft_tokens == 0:
+            return False
+        if request.decoding and not entry.max_drafts:
+            return False
+        if entry.start + self._block_size > self._limits.max_context_len:
+            self.release(request.session_id)
+            return False
+        return True
+
+    def _session(self, entry: Entry) -> _Session:
+        session = self._sessions.get(entry.request.session_id)
+        if session is None:
+            session = self._sessions[entry.request.session_id] = _Session(next(self._epochs))
+        elif session.synced > entry.start:  # recomputed from an earlier position: begin anew
+            session.epoch, session.synced = next(self._epochs), 0
+        return session
+
+    def drafted(self, session_id: int) -> None:
+        """A good draft came: whatever was refused before is forgiven."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.num_refusals = 0
+
+    def restart(self, session_id: int, epoch: int, now: float, *, wait: bool) -> None:
+        """The drafter holds this session no more: send it from row 0 again.
+
+        wait: for want of room or for a fault, so not at once. A session that keeps being refused
+        waits in any case, twice as long each time.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.epoch != epoch:
+            return  # said of an earlier life
+        num_waits = session.num_refusals if wait else session.num_refusals - 1
+        delay = FIRST_RETRY_S * 2.0 ** min(num_waits, 16) if num_waits >= 0 else 0.0
+        session.epoch, session.synced, session.open = next(self._epochs), 0, False
+        session.num_refusals += 1
+        session.retry_at = now + min(delay, LONGEST_RETRY_S)
+
+    def evicted(self, session_ids: Iterable[int], now: float) -> None:
+        """The drafter made room: these wait a little before they start again."""
+        for session_id in session_ids:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                self.restart(session_id, session.epoch, now, wait=True)
+
+    def release(self, session_id: int) -> None:
+        """The request ended or was preempted; the next step closes its session."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None and session.open:
+            self._closing.append(session_id)

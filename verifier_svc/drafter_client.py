@@ -1,0 +1,245 @@
+"""The Drafter promise kept over gRPC: one Step up and one Proposals down per engine step.
+
+`propose` and `release` run on the engine thread and own all session state; the stream itself lives
+on the loop thread (`draft_link.py`). Whatever the drafter does, a step waits at most
+`draft_timeout_ms`, and bad or late answers only cost their drafts.
+"""
+
+import queue
+import time
+from collections.abc import Callable
+
+from common.contract import Contract
+from common.pb.v1 import drafter_pb2 as pb
+from common.telemetry import M, Telemetry
+from verifier_svc.breaker import Breaker, BreakerState
+from verifier_svc.draft_link import DraftConnector, DraftLink, LinkSettings
+from verifier_svc.draft_payload import read_draft
+from verifier_svc.draft_sync import Ask, DraftSync, LinkLimits
+from verifier_svc.drafting import Draft, Drafts, FeatureSource
+from verifier_svc.request import Plan, Request, SamplingMode
+
+MAX_UNANSWERED = 8  # steps; below the drafter's own limit, past which it stops reading
+
+
+class DrafterClient:
+    """A `Drafter` at the other end of a stream; `start` and `stop` are the loop thread's."""
+
+    def __init__(
+        self,
+        settings: LinkSettings,
+        contract: Contract,
+        telemetry: Telemetry,
+        on_change: Callable[[bool], None] = lambda ready: None,
+    ) -> None:
+        """`on_change(ready)` is called on the loop thread whenever the draft path comes or goes."""
+        self._settings, self._contract, self._telemetry = settings, contract, telemetry
+        self._connector = DraftConnector(settings, contract, telemetry, on_change)
+        self._breaker = Breaker(settings.breaker_after)
+        self._sync = DraftSync(contract.block_size)
+        self._link: DraftLink | None = None  # the one that `_sync` speaks of
+        self._unanswered: dict[int, list[Ask]] = {}  # step id -> what it asked
+        self._last_step_id = 0
+
+    async def start(self) -> None:
+        """Connects in the background."""
+        self._connector.start()
+
+    async def stop(self) -> None:
+        """Leaves politely; after this no task is left. The engine must have stopped before."""
+        await self._connector.stop()
+
+    @property
+    def state(self) -> str:
+        """For logs and server info: absent, drafting, trial or suspended."""
+        return "absent" if self._connector.link is None else self._breaker.state.value
+
+    # The engine thread's, as `drafting.Drafter` has it.
+
+    def propose(self, plan: Plan, features: FeatureSource) -> Drafts:
+        """Sends what is new, then waits for drafts if any were asked for."""
+        link = self._current_link()
+        if link is None:
+            return Drafts()
+        self._take_waiting(link)
+        if not self._breaker.allows:
+            return Drafts()
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            if plan.wants_drafts:
+                self._late(link, "backlog")
+            return Drafts()
+        asks = self._sync.asks(plan, time.monotonic())
+        if not asks:
+            return Drafts()
+        step_id = self._send(link, asks, features)
+        if not any(ask.num_drafts for ask in asks):
+            return Drafts()
+        return self._wait_for(link, step_id)
+
+    def release(self, request: Request) -> None:
+        """Closes the session now if the drafter listens, else with the next step."""
+        self._sync.release(request.session_id)
+        link = self._current_link()
+        if link is not None:
+            self._take_waiting(link)
+            if self._breaker.allows and len(self._unanswered) < MAX_UNANSWERED:
+                self._send(link, [], None)
+
+    def close(self) -> None:
+        """Nothing to do here: `stop` on the loop thread ends the stream."""
+
+    def _current_link(self) -> DraftLink | None:
+        link = self._connector.link
+        if link is None or link.lost:
+            return None
+        if link is not self._link:
+            self._link = link
+            welcome = link.welcome
+            self._sync.new_link(
+                LinkLimits(welcome.max_sessions, welcome.max_step_rows, welcome.max_context_len)
+            )
+            self._unanswered.clear()
+            self._breaker = Breaker(self._settings.breaker_after)
+        return link
+
+    def _send(self, link: DraftLink, asks: list[Ask], features: FeatureSource | None) -> int:
+        """One Step: rows of all asks, and what to close. Nothing to say sends nothing."""
+        closing = self._sync.take_closing()
+        if not asks and not closing:
+            return 0
+        self._last_step_id += 1
+        message = pb.DraftRequest()
+        step = message.step
+        step.step_id = self._last_step_id
+        step.close_ids.extend(closing)
+        spans = []
+        for ask in asks:
+            step.entries.append(_ask_to_pb(ask, self._settings.top_k))
+            if ask.num_rows:
+                spans.append((ask.request, ask.base_len, ask.anchor_position))
+        if spans and features is not None:
+            rows = features.read(spans)
+            step.rows = rows
+            self._telemetry.record(M.FEATURE_BYTES, len(rows))
+        self._unanswered[step.step_id] = asks
+        link.send(message)
+        return self._last_step_id
+
+    def _wait_for(self, link: DraftLink, step_id: int) -> Drafts:
+        deadline = time.monotonic() + self._settings.draft_timeout_ms / 1e3
+        while True:
+            try:
+                message = link.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self._late(link, "timeout")
+                return Drafts()
+            if message is None:
+                self._telemetry.record(M.DRAFT_LATE, reason="lost")
+                return Drafts()
+            drafts = self._apply(message, waited=step_id)
+            if drafts is not None:
+                self._breaker.in_time()
+                return drafts
+
+    def _take_waiting(self, link: DraftLink) -> None:
+        """Applies what came since the last step: late answers, evictions, a Pong."""
+        while True:
+            try:
+                message = link.inbox.get_nowait()
+            except queue.Empty:
+                return
+            if message is not None:
+                self._apply(message, waited=0)
+
+    def _late(self, link: DraftLink, reason: str) -> None:
+        self._telemetry.record(M.DRAFT_LATE, reason=reason)
+        probe_after = self._breaker.late()
+        if probe_after is not None:
+            link.probe(probe_after)
+
+    def _apply(self, message: pb.DraftResponse, waited: int) -> Drafts | None:
+        """Takes in one message; the drafts of step `waited`, if these are they."""
+        kind = message.WhichOneof("kind")
+        if kind == "proposals":
+            return self._proposals(message.proposals, waited)
+        if kind == "evicted":
+            self._sync.evicted(message.evicted.session_ids, time.monotonic())
+        elif kind == "pong" and self._breaker.state is BreakerState.SUSPENDED:
+            self._breaker.answered()
+        return None
+
+    def _proposals(self, proposals: pb.Proposals, waited: int) -> Drafts | None:
+        asks = self._unanswered.pop(proposals.step_id, None)
+        if asks is None:
+            self._telemetry.record(M.BAD_PROPOSALS)  # an answer to no question
+            return None
+        asked = {ask.request.session_id: ask for ask in asks}
+        drafts = Drafts()
+        for proposal in proposals.proposals:
+            ask = asked.get(proposal.session_id)
+            if (
+                ask is None
+                or proposal.epoch != ask.epoch
+                or proposal.base_len != ask.anchor_position
+            ):
+                self._telemetry.record(M.BAD_PROPOSALS)
+            elif proposal.status != pb.Proposal.STATUS_OK:
+                self._refused(proposal)
+            elif proposals.step_id != waited:
+                self._telemetry.record(M.STALE_PROPOSALS)  # its anchor was decided without it
+            else:
+                draft = self._draft(proposal, ask)
+                if draft is not None:
+                    drafts.by_session[proposal.session_id] = draft
+        spent_us = proposals.queue_us + proposals.ingest_us + proposals.draft_us
+        drafts.drafter_s = spent_us / 1e6
+        return drafts if proposals.step_id == waited else None
+
+    def _refused(self, proposal: pb.Proposal) -> None:
+        lost = (pb.Proposal.STATUS_UNKNOWN_SESSION, pb.Proposal.STATUS_BASE_MISMATCH)
+        wait = proposal.status not in lost
+        self._sync.restart(proposal.session_id, proposal.epoch, time.monotonic(), wait=wait)
+
+    def _draft(self, proposal: pb.Proposal, ask: Ask) -> Draft | None:
+        """The checked draft; None, counted, for one that breaks the contract."""
+        sampling = ask.request.sampling
+        draft = read_draft(
+            token_ids=proposal.token_ids,
+            confidence_logits=proposal.confidence_logits,
+            top_k=proposal.top_k,
+            candidate_ids=proposal.candidate_ids,
+            candidate_probs=proposal.candidate_probs,
+            max_drafts=ask.num_drafts,
+            vocab_size=self._contract.vocab_size,
+            sampled=not sampling.greedy and sampling.mode is SamplingMode.REJECTION,
+        )
+        if isinstance(draft, str):
+            self._telemetry.record(M.BAD_PROPOSALS)
+            return None
+        self._sync.drafted(proposal.session_id)
+        return draft
+
+
+def _ask_to_pb(ask: Ask, top_k: int) -> pb.Entry:
+    entry = pb.Entry(
+        session_id=ask.request.session_id,
+        epoch=ask.epoch,
+        base_len=ask.base_len,
+        num_rows=ask.num_rows,
+        num_draft_tokens=ask.num_drafts,
+    )
+    if ask.num_drafts:
+        entry.anchor_id = ask.request.token_ids[ask.anchor_position]
+        sampling = ask.request.sampling
+        if not sampling.greedy:
+            entry.sampling.mode = _MODES[sampling.mode]
+            entry.sampling.temperature = sampling.temperature
+            entry.sampling.seed = sampling.seed
+            entry.sampling.top_k = top_k
+    return entry
+
+
+_MODES = {
+    SamplingMode.REJECTION: pb.DraftSampling.MODE_SAMPLED,
+    SamplingMode.COUPLED: pb.DraftSampling.MODE_COUPLED,
+}
