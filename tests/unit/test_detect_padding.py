@@ -101,6 +101,7 @@ NAMES = [
     ("mtp.1.attn.wq_b.scale", LAYER + "attn.wq_b.weight_scale_inv", None),
     ("mtp.1.attn.wq_a.scale", LAYER + "attn.fused_wqa_wkv.weight_scale_inv", 0),
     ("mtp.1.attn.wkv.weight", LAYER + "attn.fused_wqa_wkv.weight", 1),
+    ("mtp.1.attn.wkv_other.weight", LAYER + "attn.wkv_other.weight", None),
     ("mtp.1.attn.attn_sink", LAYER + "attn.attn_sink", None),
     ("mtp.1.attn_norm.weight", LAYER + "attn_norm.weight", None),
     ("mtp.1.hc_attn_scale", LAYER + "hc_attn_scale", None),

@@ -7,7 +7,7 @@ import pytest
 from common.detect.api import Verdict, detect, resolve
 from common.errors import ConfigError
 from common.testing import configs as c
-from common.testing.configs import with_, within
+from common.testing.configs import DROP, with_, within
 
 TARGET = detect(c.QWEN8B_TARGET, name="/models/Qwen3-8B")
 DRAFTER = c.QWEN8B | {"hidden_size": 4096}
@@ -154,6 +154,30 @@ def test_the_verifier_a_speculators_file_names_only_warns() -> None:
     assert "Qwen3ForCausalLM" in warnings[1].message and "Other" in warnings[1].message
 
 
-def test_what_a_drafter_leaves_unsaid_is_said() -> None:
-    warnings = detect(with_(c.K3)).warnings
-    assert [r.code for r in warnings] == ["W09"] and "`mask_token_id`" in warnings[0].message
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [(c.K3, "`mask_token_id`"), (with_(c.QWEN8B, markov_rank=DROP), "`markov_rank`")],
+)
+def test_what_a_drafter_leaves_unsaid_is_said(config: dict[str, Any], key: str) -> None:
+    verdict = detect(config)
+    assert verdict.kind == "drafter"
+    assert [r.code for r in verdict.warnings] == ["W09"] and key in verdict.warnings[0].message
+
+
+def test_absent_nextn_is_not_zero() -> None:
+    assert detect(with_(c.FLASH_0731, num_nextn_predict_layers=DROP)).kind == "v4_dspark"
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "trained_len"),
+    [
+        ({}, "anchor_first", 7),
+        ({"sample_from_anchor": False}, "fill_in", 6),
+        ({"dspark_bonus_anchor": True}, "fill_in", 6),
+        ({"dspark_bonus_anchor": False}, "anchor_first", 7),
+        ({"sample_from_anchor": True, "dspark_bonus_anchor": False}, "anchor_first", 7),
+    ],
+)
+def test_layout(changes: dict[str, bool], layout: str, trained_len: int) -> None:
+    verdict = detect(c.QWEN8B | changes)
+    assert (verdict.layout, verdict.trained_len) == (layout, trained_len)
