@@ -1,0 +1,158 @@
+"""Where a DeepSeek-V4 checkpoint's tensors go, and reading them whatever format they are stored in.
+
+The model asks by names of the model (those of `common.detect.names`); this file finds the
+checkpoint's tensor and its scales behind them. The format of a matrix follows from how it is stored
+(bf16, fp32, fp8, packed fp4); a scale that is missing, misshapen or left over is an error. Knows no
+layer.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.detect.names import ModelTensor, model_tensor
+from common.errors import LoadError
+from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4, dequantise_nvfp4
+from common.loading.safetensors_files import FLOATS, Checkpoint
+from common.models.deepseek_v4.config import DeepseekV4Config
+from common.nn.block import RMSNorm
+from common.nn.linear import Linear
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_OUTSIDE_LAYERS = {
+    "embed.weight": "model.embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+    "norm.weight": "model.norm.weight",
+    "hc_head_fn": "model.hc_head_fn",
+    "hc_head_base": "model.hc_head_base",
+    "hc_head_scale": "model.hc_head_scale",
+}
+Part = tuple[str, int | None]  # module name in the model, part of a stacked parameter
+
+
+def target_places(names: Iterable[str], expert_dtype: str) -> dict[ModelTensor, str]:
+    """Place in the target -> name in the checkpoint; names without a place are left out."""
+    places: dict[ModelTensor, str] = {}
+    for name in names:
+        if name in _OUTSIDE_LAYERS:
+            places[ModelTensor(_OUTSIDE_LAYERS[name])] = name
+        elif layer := _LAYER.fullmatch(name):
+            # Inside, a layer of the target is named like a stage of the drafter.
+            place = model_tensor(f"mtp.{layer[1]}.{layer[2]}", expert_dtype=expert_dtype)
+            assert place is not None, name
+            places[place] = name
+    return places
+
+
+def drafter_places(names: Iterable[str], expert_dtype: str) -> dict[ModelTensor, str]:
+    """Place in the drafter -> name in the checkpoint: `mtp.*`, the target's embedding and head."""
+    places = {}
+    for name in names:
+        place = model_tensor(name, expert_dtype=expert_dtype)
+        if place is not None:
+            places[place] = name
+        elif name in ("embed.weight", "head.weight"):
+            places[ModelTensor(_OUTSIDE_LAYERS[name])] = name
+    return places
+
+
+class DeepseekV4Weights(Checkpoint):
+    """The tensors of one role, target or drafter, by their place in the model."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: DeepseekV4Config,
+        role: str,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """role: "target" or "drafter"; the other's tensors are left out, as the report says."""
+        super().__init__(path, dtype, device)
+        self.config = config
+        find = {"target": target_places, "drafter": drafter_places}[role]
+        self._places = find(self._where, config.expert_dtype)
+        mine = set(self._places.values())
+        for name in self._where:
+            foreign = name.startswith("mtp.") if role == "target" else not name.startswith("mtp.")
+            if foreign and name not in mine:
+                self.ignore(name)
+
+    def has(self, name: str, shard: int | None = None) -> bool:
+        """Whether the checkpoint holds a tensor for this place."""
+        return ModelTensor(name, shard) in self._places
+
+    def tensor(self, name: str, shape: tuple[int, ...], shard: int | None = None) -> Tensor:
+        """An unquantised tensor in the model's dtype."""
+        return self.take(self._source(name, shape, shard), shape)
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An unquantised tensor that the model computes with in float32."""
+        stored = self._read(self._source(name, shape), shape)
+        if stored.dtype not in FLOATS:
+            raise LoadError(
+                f"{self.path}: tensor {name!r} is {stored.dtype}, not bf16, fp16 or fp32"
+            )
+        return stored.to(device=self.device, dtype=torch.float32)
+
+    def ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An integer table as int64."""
+        return self.take_ids(self._source(name, shape), shape).to(self.device)
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        """The norm `name`."""
+        return RMSNorm(self.tensor(f"{name}.weight", (size,)), self.config.norm_eps)
+
+    def linear(self, cols: int, *parts: tuple[str, int | None, int]) -> Linear:
+        """One layer from parts (module name, part of a stacked parameter or None, rows)."""
+        return Linear(
+            torch.cat([self.matrix(name, (rows, cols), shard) for name, shard, rows in parts])
+        )
+
+    def matrix(self, name: str, shape: tuple[int, int], shard: int | None = None) -> Tensor:
+        """The weight of module `name` [out, in], dequantised where it is stored quantised."""
+        source = self._source(f"{name}.weight", shape, shard)
+        stored_dtype = self._where[source].get_slice(source).get_dtype()
+        rows, cols = shape
+        if stored_dtype in ("BF16", "F16", "F32"):
+            return self.take(source, shape)
+        if stored_dtype == "F8_E4M3":
+            codes = self._read(source, shape)
+            high, wide = self.config.weight_block
+            scales = self._scale(
+                name, "weight_scale_inv", (-(-rows // high), -(-cols // wide)), shard
+            )
+            weight = dequantise_fp8(source, codes, scales, (high, wide))
+        elif self.has(f"{name}.weight_scale_2", shard):
+            codes = self._read(source, (rows, cols // 2))
+            scales = self._scale(name, "weight_scale", (rows, cols // 16), shard)
+            weight = dequantise_nvfp4(source, codes, scales, self._scalar(name, shard))
+        else:
+            codes = self._read(source, (rows, cols // 2))
+            scales = self._scale(name, "weight_scale", (rows, cols // 32), shard)
+            weight = dequantise_mxfp4(source, codes, scales)
+        return weight.to(device=self.device, dtype=self.dtype)
+
+    def _scale(self, name: str, suffix: str, shape: tuple[int, int], shard: int | None) -> Tensor:
+        return self._read(self._source(f"{name}.{suffix}", shape, shard), shape)
+
+    def _scalar(self, name: str, shard: int | None) -> Tensor:
+        """NVFP4's scale of a whole tensor; its calibrated activation scale is of no use here."""
+        if self.has(f"{name}.input_scale", shard):
+            self.ignore(self._places[ModelTensor(f"{name}.input_scale", shard)])
+        source = self._source(f"{name}.weight_scale_2", (), shard)
+        shape = tuple(self._where[source].get_slice(source).get_shape())
+        return self._read(source, shape)
+
+    def _source(self, name: str, shape: tuple[int, ...], shard: int | None = None) -> str:
+        source = self._places.get(ModelTensor(name, shard))
+        if source is None:
+            part = "" if shard is None else f", part {shard}"
+            raise LoadError(
+                f"{self.path}: no tensor becomes {name!r}{part} {list(shape)}; the checkpoint is "
+                "incomplete, stored in another format, or its config.json belongs to another one"
+            )
+        return source
