@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common import noise
+from common.noise import DRAFT, TARGET, exponential, to_int64
 from drafter_svc.batcher import DraftMode, Sampling
 
 DEFAULT_TOP_K = 64
@@ -85,7 +85,7 @@ class _Group:
         self.probs: list[Tensor] = []  # per place [rows, max top_k] fp32
         self.row_index = torch.tensor(rows, device=device)
         self._temperatures = torch.tensor([[wish.temperature] for wish in own], device=device)
-        self._seeds = torch.tensor([noise.to_int64(wish.seed) for wish in own], device=device)
+        self._seeds = torch.tensor([to_int64(wish.seed) for wish in own], device=device)
         positions = [anchor_positions[row] + 1 for row in rows]
         self._positions = torch.tensor(positions, device=device)  # of the first drafted token
         widths = torch.tensor(self.top_ks, device=device)
@@ -101,8 +101,8 @@ class _Group:
             values = values.masked_fill(self._beyond[:, :width], -torch.inf)
         probs = values.softmax(-1)
         ids = to_target_ids(top.indices)
-        domain = noise.DRAFT if self.mode is DraftMode.SAMPLED else noise.TARGET
-        race = probs / noise.exponential(self._seeds, self._positions + place, domain, ids)
+        domain = DRAFT if self.mode is DraftMode.SAMPLED else TARGET
+        race = probs / exponential(self._seeds, self._positions + place, domain, ids)
         if self.mode is DraftMode.SAMPLED:
             self.ids.append(ids)
             self.probs.append(probs)

@@ -23,6 +23,9 @@ SOURCES = [path for path in FILES if path.relative_to(ROOT).parts[0] in PACKAGES
 # Plain Python, so that it runs in microseconds and takes property tests.
 PURE = {
     "verifier_svc/admission.py",
+    "verifier_svc/breaker.py",
+    "verifier_svc/draft_payload.py",
+    "verifier_svc/draft_sync.py",
     "verifier_svc/events.py",
     "verifier_svc/kv_blocks.py",
     "verifier_svc/request.py",
@@ -37,6 +40,7 @@ PURE = {
 EDGES = {
     "common/client.py",
     "drafter_svc/service.py",
+    "verifier_svc/draft_link.py",
     "verifier_svc/drafter_client.py",
     "verifier_svc/service.py",
 }

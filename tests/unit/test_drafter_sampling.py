@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from common import noise
+from common.noise import TARGET, exponential, to_int64
 from drafter_svc.batcher import GREEDY, DraftMode, Sampling
 from drafter_svc.draft_sampling import BlockSampler
 
@@ -64,10 +64,10 @@ def test_a_coupled_draft_is_the_verifiers_own_choice_when_both_agree_on_the_dist
     row = logits(num, vocab)
     wishes = [Sampling(DraftMode.COUPLED, 0.8, seed + 2**63, vocab) for seed in range(num)]
     sampler = BlockSampler(wishes, [anchor] * num, same, CPU)
-    seeds = torch.tensor([noise.to_int64(seed + 2**63) for seed in range(num)])
+    seeds = torch.tensor([to_int64(seed + 2**63) for seed in range(num)])
     for place in range(2):
         position = torch.full((num,), anchor + 1 + place)  # of the token being chosen
-        race = noise.exponential(seeds, position, noise.TARGET, torch.arange(vocab))
+        race = exponential(seeds, position, TARGET, torch.arange(vocab))
         wanted = ((row / 0.8).softmax(-1) / race).argmax(-1)
         assert torch.equal(sampler.pick(row, place), wanted)
     assert sampler.candidates() == {}
