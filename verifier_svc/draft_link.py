@@ -62,6 +62,7 @@ class DraftLink:
         self.welcome, self._on_change = welcome, on_change
         self.inbox: queue.SimpleQueue[pb.DraftResponse | None] = queue.SimpleQueue()  # None: lost
         self.lost = False
+        self.answering = True  # loop thread: False from a suspension to the Pong that ends it
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[pb.DraftRequest] = asyncio.Queue()  # bounded by its sender
         self._nonces = itertools.count(1)
@@ -76,6 +77,7 @@ class DraftLink:
 
     def _suspend(self, delay_s: float) -> None:
         if not self.lost:
+            self.answering = False
             self._on_change(False)
             self._loop.call_later(delay_s, self._ping)
 
@@ -95,6 +97,7 @@ class DraftLink:
             if not isinstance(message, pb.DraftResponse):  # end of stream
                 return reason
             if message.HasField("pong"):
+                self.answering = True
                 self._on_change(True)
             if message.HasField("drain"):
                 reason = "the drafter drains"
@@ -126,6 +129,8 @@ class DraftConnector:
         on_change: Callable[[bool], None],
     ) -> None:
         self.link: DraftLink | None = None  # written on the loop thread, read by the engine thread
+        self.reason = ""  # why the last stream ended or did not come about; loop thread
+        self.refused = False  # that was a contract mismatch
         self._settings, self._contract = settings, contract
         self._telemetry, self._on_change = telemetry, on_change
         self._verifier_id = f"{socket.gethostname()}:{os.getpid()}"
@@ -152,6 +157,7 @@ class DraftConnector:
         delay, told = _FIRST_DELAY_S, ""
         while not self._stopping.is_set():
             welcomed, reason = await self._connect()
+            self.reason = reason
             if welcomed:
                 delay, told = _FIRST_DELAY_S, ""
             if reason != told and not self._stopping.is_set():  # not once per attempt
@@ -177,13 +183,15 @@ class DraftConnector:
             if not isinstance(first, pb.DraftResponse) or not first.HasField("welcome"):
                 return False, "the drafter's first message is no welcome"
             link = self.link = DraftLink(first.welcome, self._on_change)
+            self.refused = False
             log.info("drafter joined", extra=fields(drafter=first.welcome.drafter_id))
             self._on_change(True)
             return True, await self._use(link, call)
         except TimeoutError:
             return False, f"no welcome within {_WELCOME_TIMEOUT_S} s"
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            self.refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            if self.refused:
                 self._telemetry.record(M.CONTRACT_MISMATCH)
             return link is not None, f"{error.code().name}: {error.details()}"
         finally:

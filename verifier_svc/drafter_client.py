@@ -16,7 +16,7 @@ from verifier_svc.breaker import Breaker, BreakerState
 from verifier_svc.draft_link import DraftConnector, DraftLink, LinkSettings
 from verifier_svc.draft_payload import read_draft
 from verifier_svc.draft_sync import Ask, DraftSync, LinkLimits
-from verifier_svc.drafting import Draft, Drafts, FeatureSource
+from verifier_svc.drafting import Draft, DrafterStatus, Drafts, FeatureSource
 from verifier_svc.request import Plan, Request, SamplingMode
 
 MAX_UNANSWERED = 8  # steps; below the drafter's own limit, past which it stops reading
@@ -49,10 +49,15 @@ class DrafterClient:
         """Leaves politely; after this no task is left. The engine must have stopped before."""
         await self._connector.stop()
 
-    @property
-    def state(self) -> str:
-        """For logs and server info: absent, drafting, trial or suspended."""
-        return "absent" if self._connector.link is None else self._breaker.state.value
+    def status(self) -> DrafterStatus:
+        """For server info and health; loop thread."""
+        address, connector = self._settings.address, self._connector
+        link = connector.link
+        if link is None or link.lost:
+            state = "REFUSED" if connector.refused else "CONNECTING"
+            return DrafterStatus(state, address, connector.reason)
+        state = "READY" if link.answering else "SUSPENDED"
+        return DrafterStatus(state, address, incarnation=link.welcome.incarnation)
 
     # The engine thread's, as `drafting.Drafter` has it.
 
