@@ -163,7 +163,9 @@ class Admission:
 
     def _stopping(self, ask: Ask, num_prompt: int) -> StopParams:
         room = self.limits.max_context_len - num_prompt
-        max_tokens = room if ask.max_tokens is None else ask.max_tokens
+        # Without a wish the context is the limit, and then it is also the reason to finish.
+        no_limit = self.limits.max_context_len
+        max_tokens = no_limit if ask.max_tokens is None else ask.max_tokens
         min_tokens = 0 if ask.min_tokens is None else ask.min_tokens
         if max_tokens < 1:
             raise _refusal("stopping.max_tokens", max_tokens, "1 or more")

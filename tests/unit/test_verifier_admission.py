@@ -91,7 +91,7 @@ def test_absent_fields_take_the_documented_defaults() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1, 0, 1, 0)
     assert not sampling.has_penalties and sampling.mode is SamplingMode.REJECTION
     assert sampling.logprobs is None and request.speculation.enabled
-    assert (stopping.max_tokens, stopping.min_tokens) == (29, 0)
+    assert (stopping.max_tokens, stopping.min_tokens) == (32, 0)
     assert request.max_len == 32 and request.token_ids == [1, 2, 3]
     assert request.eos_token_ids == {99}
 
