@@ -19,7 +19,7 @@ from transformers import DeepseekV4ForCausalLM
 
 from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4
 from common.loading.safetensors_files import read_json
-from common.models.deepseek_v4.cache import DeepseekV4Cache
+from common.models.deepseek_v4.cache import DeepseekV4Cache, recent_blocks_needed
 from common.models.deepseek_v4.loading import load_deepseek_v4
 from common.models.deepseek_v4.model import DeepseekV4Target
 from common.nn.attention import AttentionBatch, Segment
@@ -121,10 +121,14 @@ class Requests:
     """Requests over one cache, with shuffled and recycled blocks, as a runner has them."""
 
     def __init__(
-        self, model: DeepseekV4Target, num_blocks: int = 40, taps: tuple[int, ...] = ()
+        self,
+        model: DeepseekV4Target,
+        num_blocks: int = 40,
+        taps: tuple[int, ...] = (),
+        num_recent: int | None = None,
     ) -> None:
         self.model, self.taps = model, taps
-        self.kv: DeepseekV4Cache = model.new_kv(num_blocks, BLOCK)
+        self.kv: DeepseekV4Cache = model.new_kv(num_blocks, BLOCK, num_recent)
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -156,6 +160,7 @@ class Requests:
         )
 
     def drop(self, name: str) -> None:
+        self.kv.release(self.tables[name])
         self.free += self.tables.pop(name)
         del self.lengths[name]
 
@@ -225,21 +230,25 @@ def test_taps_are_stream_means_of_layer_outputs(pair: Pair) -> None:
     assert max_difference(taps["a"], torch.cat([seen[i] for i in (0, 2, 4)], dim=1)) < TOLERANCE
 
 
-def test_verify_rounds_with_rejections_in_ragged_batches(pair: Pair) -> None:
-    """Requests prefill, verify true and false drafts, roll back, end and restart."""
-    draw, requests = random.Random(3), Requests(pair.model)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_verify_rounds_with_rejections_in_ragged_batches(pair: Pair, bounded: bool) -> None:
+    """Requests prefill, verify true and false drafts, roll back, end and restart; with room for all
+    window rows, and with the least room that is promised to suffice.
+    """
+    num_recent = recent_blocks_needed(pair.model.config, BLOCK, 3, 60) if bounded else None
+    draw, requests = random.Random(3), Requests(pair.model, num_recent=num_recent)
     texts, wants, ends = {}, {}, 0
     for round_ in range(60):
         while len(texts) < 3:
             name = f"r{round_}-{len(texts)}"
-            texts[name] = some_ids(draw.choice([20, 40, 75]), draw.randrange(1 << 30))
+            texts[name] = some_ids(draw.choice([20, 50, 120]), draw.randrange(1 << 30))
             wants[name] = pair.logits(texts[name])
         step, kept = {}, {}
         for name, text in texts.items():
             start = requests.lengths.get(name, 0)
-            size = draw.choice([1, 2, 6]) if start else draw.choice([3, 16, 18])
+            size = draw.choice([1, 2, 6]) if start > 40 else draw.choice([3, 16, 20])
             ids = text[start : start + size].clone()
-            kept[name] = draw.randrange(1, len(ids) + 1)  # as many are right and stay
+            kept[name] = draw.randrange(max(1, len(ids) - 5), len(ids) + 1)  # so many are right
             ids[kept[name] :] = some_ids(len(ids) - kept[name], draw.randrange(1 << 30))
             step[name] = ids
         starts = {name: requests.lengths.get(name, 0) for name in step}

@@ -5,15 +5,46 @@ which stands for the `rate` tokens from w * rate, has one row (and an index key 
 layers). A block of `kv_block_size` positions holds all of them for its positions. So rolling a
 request back is setting its length back: whatever lies past it is overwritten before anything sees
 it. Nothing is ever cleared.
+
+Entries last as long as their request, but nobody looks at a window or raw row again once the
+request is a window and a group further. They are nearly all of the memory, so a cache may keep
+them for fewer blocks than it has (`RecentBlocks`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from common.errors import StartupError
 from common.models.deepseek_v4.config import Compression, DeepseekV4Config
+from common.nn.attention import Segment
+
+
+class RecentBlocks:
+    """Which blocks have room for window and raw rows, and where: block -> page of `num_pages`."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._page_of: dict[int, int] = {}
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    def page(self, block: int) -> int:
+        """The page of a block that is covered."""
+        return self._page_of[block]
+
+    def cover(self, blocks: Iterable[int]) -> None:
+        """Gives a page to those that have none."""
+        for block in blocks:
+            if block not in self._page_of:
+                assert self._free, (
+                    f"no page left for block {block}, {len(self._page_of)} are taken; see "
+                    "`recent_blocks_needed`, and `release` what ended requests held"
+                )
+                self._page_of[block] = self._free.pop()
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Takes the pages of those that have one."""
+        self._free += [self._page_of.pop(block) for block in blocks if block in self._page_of]
 
 
 class LayerState:
@@ -24,12 +55,13 @@ class LayerState:
         config: DeepseekV4Config,
         compression: Compression | None,
         num_blocks: int,
+        num_pages: int,
         kv_block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.compression = compression
-        self.num_slots = num_blocks * kv_block_size
+        self.num_slots = num_pages * kv_block_size
         self.entries_per_block = kv_block_size // compression.rate if compression else 0
         num_entries = num_blocks * self.entries_per_block
 
@@ -68,8 +100,13 @@ class DeepseekV4Cache:
         kv_block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        num_recent_blocks: int | None = None,
     ) -> None:
-        """Raises StartupError if a block would hold a fraction of an entry."""
+        """num_recent_blocks: blocks with room for window and raw rows; None: all of them.
+
+        Whoever gives a number also calls `release` for blocks that requests give back. Raises
+        StartupError if a block would hold a fraction of an entry.
+        """
         uneven = {c.rate for c in compressions if c and kv_block_size % c.rate}
         if uneven:
             raise StartupError(
@@ -79,8 +116,11 @@ class DeepseekV4Cache:
         self.num_blocks, self.kv_block_size = num_blocks, kv_block_size
         self.num_slots = num_blocks * kv_block_size
         self.dtype, self.device = dtype, torch.device(device)
+        self._reach = reach_of(config, compressions)
+        self._recent = None if num_recent_blocks is None else RecentBlocks(num_recent_blocks)
+        num_pages = num_blocks if num_recent_blocks is None else num_recent_blocks
         self.layers = [
-            LayerState(config, compression, num_blocks, kv_block_size, dtype, device)
+            LayerState(config, compression, num_blocks, num_pages, kv_block_size, dtype, device)
             for compression in compressions
         ]
 
@@ -89,7 +129,61 @@ class DeepseekV4Cache:
         """Size of the whole cache."""
         return sum(layer.num_bytes for layer in self.layers)
 
+    def prepare(self, segments: Sequence[Segment]) -> None:
+        """Makes room for the rows of one forward."""
+        if self._recent is not None:
+            for segment in segments:
+                first, stop = self._recent_range(segment)
+                self._recent.cover(segment.block_table[first:stop])
+
+    def settle(self, segments: Sequence[Segment]) -> None:
+        """After the forward: gives up the room that no later row of these requests needs.
+
+        From here on a request may be set back by up to kv_block_size positions, or to 0.
+        """
+        if self._recent is None:
+            return
+        for segment in segments:
+            first, _ = self._recent_range(segment)
+            keep = self._first_recent(segment.context_len - self.kv_block_size)
+            # Earlier forwards gave up all before `first` but the block for setting back.
+            self._recent.release(segment.block_table[max(0, first - 1) : keep])
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Blocks that no request holds any more."""
+        if self._recent is not None:
+            self._recent.release(block_ids)
+
+    def recent_places(self, segment: Segment) -> tuple[int, list[int]]:
+        """The first place of the block table that `segment` still looks at, and pages from it on."""
+        first, stop = self._recent_range(segment)
+        blocks = list(segment.block_table[first:stop])
+        return first, blocks if self._recent is None else [self._recent.page(b) for b in blocks]
+
+    def _recent_range(self, segment: Segment) -> tuple[int, int]:
+        """Places of the block table whose window and raw rows the segment's rows see or write."""
+        stop = -(-segment.context_len // self.kv_block_size)
+        return self._first_recent(segment.context_len - segment.num_query), stop
+
+    def _first_recent(self, start: int) -> int:
+        return max(0, start - self._reach) // self.kv_block_size
+
     def slots_of(self, block_table: Sequence[int], start: int, stop: int) -> list[int]:
         """Slots of positions [start, stop)."""
         size = self.kv_block_size
         return [block_table[p // size] * size + p % size for p in range(start, stop)]
+
+
+def reach_of(config: DeepseekV4Config, compressions: Sequence[Compression | None]) -> int:
+    """How many positions back from its own a row looks at window and raw rows."""
+    return max(config.sliding_window, *(c.span for c in compressions if c), 1) - 1
+
+
+def recent_blocks_needed(
+    config: DeepseekV4Config, kv_block_size: int, max_requests: int, max_batch_tokens: int
+) -> int:
+    """`num_recent_blocks` that always suffices for so many live requests and rows per forward."""
+    reach = reach_of(config, config.compressions)
+    # Blocks that `reach` rows touch, and one for how far a request may be set back.
+    per_request = -(-reach // kv_block_size) + 2
+    return max_requests * per_request + -(-max_batch_tokens // kv_block_size)

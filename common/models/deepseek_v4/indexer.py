@@ -68,7 +68,7 @@ class Indexer:
                 entries.expand(num_rows, -1), (0, self.topk - num_entries), value=num_entries
             )
         rows = torch.arange(num_rows, device=q.device) + segment.query_start
-        places = step.place(rows[:1], entries[None], step.kv_block_size // self.rate)
+        places = step.entry_place(rows[:1], entries[None], self.rate)
         keys = index_keys[places[0]].float()
         visible = step.num_visible(self.rate)
         tile = max(1, MAX_SCORES // (q.shape[1] * num_entries))

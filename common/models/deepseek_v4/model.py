@@ -73,8 +73,13 @@ class DeepseekV4Target:
         self.lm_head = Linear(weights.float32("lm_head.weight", vocab))
         self.rotaries = rotaries_of(config, self.device)
 
-    def new_kv(self, num_blocks: int, kv_block_size: int) -> DeepseekV4Cache:
-        """A cache that fits this model. kv_block_size: a multiple of its compression rates."""
+    def new_kv(
+        self, num_blocks: int, kv_block_size: int, num_recent_blocks: int | None = None
+    ) -> DeepseekV4Cache:
+        """A cache that fits this model. kv_block_size: a multiple of its compression rates.
+
+        num_recent_blocks: see DeepseekV4Cache.
+        """
         return DeepseekV4Cache(
             self.config,
             self.config.compressions,
@@ -82,6 +87,7 @@ class DeepseekV4Target:
             kv_block_size,
             self.dtype,
             self.device,
+            num_recent_blocks,
         )
 
     @torch.inference_mode()
@@ -98,9 +104,13 @@ class DeepseekV4Target:
         list order, [T, len(taps) * d]. None if no taps.
         """
         assert batch.causal, "a target's rows see their past only"
+        kv.prepare(batch.segments)
         if self.numerics == "fast":
-            return self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps)
-        return self._slices(token_ids, kv, batch, taps)
+            result = self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps)
+        else:
+            result = self._slices(token_ids, kv, batch, taps)
+        kv.settle(batch.segments)
+        return result
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -35,24 +35,36 @@ class Step:
     """T rows of several requests. Each sees its own past and itself, nothing of others."""
 
     token_ids: Tensor  # [T]
-    slots: Tensor  # [T]
     positions: Tensor  # [T]
     segment_of: Tensor  # [T] which table a row belongs to
-    tables: Tensor  # [S, blocks], short ones padded with block 0
+    tables: Tensor  # [S, blocks], short ones padded with 0
+    recent: Tensor  # [S, pages] pages of the newest blocks, short ones padded with 0
+    recent_start: Tensor  # [S] the first position in them
     segments: Sequence[Segment]
     kv_block_size: int
     apart: bool  # rows must not influence each other's rounding
     rotaries: Rotaries
     turn: Rotation  # of the rows, in layers without compression
     compress_turn: Rotation  # of the rows, in compressed layers
+    slots: Tensor = field(init=False)  # [T] where the rows' own window and raw rows go
     _windows: dict[int, Places] = field(default_factory=dict, repr=False)
     _closings: dict[Compression, Closing] = field(default_factory=dict, repr=False)
     _visible: dict[int, Places] = field(default_factory=dict, repr=False)
 
-    def place(self, rows: Tensor, indices: Tensor, per_block: int) -> Tensor:
-        """Where items `indices` [n, K] of the requests of rows [n] lie, `per_block` a block."""
-        blocks = self.tables[self.segment_of[rows]].gather(1, indices // per_block)
-        return blocks * per_block + indices % per_block
+    def __post_init__(self) -> None:
+        self.slots = self.slots_at(self.all_rows(), self.positions[:, None]).squeeze(1)
+
+    def entry_place(self, rows: Tensor, entries: Tensor, rate: int) -> Tensor:
+        """Where entries [n, K] of the requests of rows [n] lie, from entry 0 of block 0 on."""
+        per_block = self.kv_block_size // rate
+        blocks = self.tables[self.segment_of[rows][:, None], entries // per_block]
+        return blocks * per_block + entries % per_block
+
+    def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Slots of recent positions [n, K] of the requests of rows [n]."""
+        own, size = self.segment_of[rows][:, None], self.kv_block_size
+        pages = self.recent[own, (positions - self.recent_start[own]) // size]
+        return pages * size + positions % size
 
     def all_rows(self) -> Tensor:
         """[T] 0, 1, ..."""
@@ -64,7 +76,7 @@ class Step:
             back = torch.arange(size - 1, -1, -1, device=self.positions.device)
             positions = self.positions[:, None] - back
             exists = positions >= 0
-            slots = self.place(self.all_rows(), positions.clamp(min=0), self.kv_block_size)
+            slots = self.slots_at(self.all_rows(), positions.clamp(min=0))
             self._windows[size] = slots, exists
         return self._windows[size]
 
@@ -87,8 +99,7 @@ class Step:
 
     def entry_places(self, entries: Tensor, exists: Tensor, rate: int) -> Places:
         """entries [T, K]: the entry numbers that each row wants."""
-        per_block = self.kv_block_size // rate
-        return self.place(self.all_rows(), entries.where(exists, 0), per_block), exists
+        return self.entry_place(self.all_rows(), entries.where(exists, 0), rate), exists
 
     def closing(self, compression: Compression) -> Closing:
         """What to pool. Rows that are kept apart all pool, so that shapes do not vary."""
@@ -102,8 +113,8 @@ class Step:
             pooled = ends[:, None] - torch.arange(span - 1, -1, -1, device=ends.device)
             self._closings[compression] = Closing(
                 rows=rows,
-                places=self.place(rows, entries[:, None], self.kv_block_size // rate).squeeze(1),
-                raw_slots=self.place(rows, pooled.clamp(min=0), self.kv_block_size),
+                places=self.entry_place(rows, entries[:, None], rate).squeeze(1),
+                raw_slots=self.slots_at(rows, pooled.clamp(min=0)),
                 exists=pooled >= 0,
                 turn=self.rotaries.compressed(entries * rate),
                 closes=closes,
@@ -119,26 +130,27 @@ def step_of(
     apart: bool = False,
 ) -> Step:
     """The step that `batch` describes."""
-    device = batch.positions.device
-    counts = torch.tensor([segment.num_query for segment in batch.segments], device=device)
-    length = max(-(-segment.context_len // kv.kv_block_size) for segment in batch.segments)
-    tables = torch.tensor(
-        [
-            [*segment.block_table[:length], *[0] * (length - len(segment.block_table))]
-            for segment in batch.segments
-        ],
-        device=device,
-    )
+    device, size, segments = batch.positions.device, kv.kv_block_size, batch.segments
+    counts = torch.tensor([segment.num_query for segment in segments], device=device)
+    used = [segment.block_table[: -(-segment.context_len // size)] for segment in segments]
+    firsts, pages = zip(*map(kv.recent_places, segments), strict=True)
     return Step(
         token_ids=token_ids,
-        slots=batch.slots,
         positions=batch.positions,
         segment_of=torch.arange(len(counts), device=device).repeat_interleave(counts),
-        tables=tables,
-        segments=batch.segments,
+        tables=_padded(used, device),
+        recent=_padded(pages, device),
+        recent_start=torch.tensor(firsts, device=device) * size,
+        segments=segments,
         kv_block_size=kv.kv_block_size,
         apart=apart,
         rotaries=rotaries,
         turn=rotaries.plain(batch.positions),
         compress_turn=rotaries.compressed(batch.positions),
     )
+
+
+def _padded(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    length = max(map(len, tables))
+    rows = [[*table, *[0] * (length - len(table))] for table in tables]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
