@@ -122,7 +122,7 @@ class DenseTarget:
                 Segment(i, 1, row.context_len, row.block_table)
                 for i, row in enumerate(segments[rows])
             ]
-            part = AttentionBatch(own, batch.slots[rows], batch.positions[rows])
+            part = AttentionBatch(own, batch.slots[rows], batch.positions[rows], isolated=True)
             x, t = self._rows(_padded(token_ids[rows]), _padded(part.positions), kv, part, taps)
             hidden.append(x[:count])
             if t is not None:
