@@ -48,20 +48,25 @@ class VerifierClient:
         *,
         max_tokens: int | None = None,
         temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         seed: int | None = None,
         coupled: bool = False,
         drafting: bool = True,
         timeout_s: float | None = None,
         ignore_eos: bool = False,
+        stop: Sequence[str] = (),
     ) -> Iterator[Any]:
         """Yields GenerateResponse messages. Raises grpc.RpcError with the server's status."""
         request = verifier_pb2.GenerateRequest(
             sampling=verifier_pb2.Sampling(
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
                 seed=seed,
                 mode="SAMPLING_MODE_COUPLED" if coupled else "SAMPLING_MODE_REJECTION",
             ),
-            stopping=verifier_pb2.Stopping(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            stopping=verifier_pb2.Stopping(max_tokens=max_tokens, ignore_eos=ignore_eos, stop=stop),
             speculation=verifier_pb2.Speculation(enabled=drafting),
         )
         if isinstance(prompt, str):

@@ -81,11 +81,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             code = error.status
             if not context.done():
                 await abort(context, error)
+        except grpc.aio.InternalError:
+            code = "CANCELLED"  # a write waited for a client that left: gRPC has no better error
         except Exception as error:
-            # A write that waits for a client which leaves fails in gRPC's own way: no bug.
-            if context.done() or context.cancelled():
-                code = "CANCELLED"
-                return
             code = "INTERNAL"
             self._telemetry.record(M.INTERNAL_ERRORS, method=method)
             log.exception("bug in a call", extra=fields(method=method))

@@ -86,7 +86,9 @@ class M:
     INTERNAL_ERRORS = _counter("dspark.internal_errors", "Bugs caught at the rpc edge.", "method")
 
     # Ours, verifier.
-    ROUND = _histogram("dspark.round_seconds", "One engine step, by part.", _ROUND_S, "part")
+    ROUND = _histogram(
+        "dspark.round_seconds", "A finished request's mean decode round, by part.", _ROUND_S, "part"
+    )
     DRAFT_LATE = _counter("dspark.draft_late", "Steps whose drafts came too late or not.", "reason")
     FALLBACK_ROUNDS = _counter(
         "dspark.fallback_rounds", "Decode rounds that wanted drafts in vain."

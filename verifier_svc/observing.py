@@ -15,10 +15,14 @@ from verifier_svc.request import Request
 class Gauges(Protocol):
     """How full the engine is. Each value is consistent in itself only."""
 
-    num_running: int
-    num_waiting: int
-    num_free_kv_blocks: int
-    num_kv_blocks: int
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_free_kv_blocks(self) -> int: ...
+    @property
+    def num_kv_blocks(self) -> int: ...
 
 
 class Observer:
@@ -62,8 +66,23 @@ class Observer:
         record(M.DRAFT_TOKENS, counters.num_draft_tokens)
         record(M.ACCEPTED_TOKENS, counters.num_accepted_tokens)
         record(M.FALLBACK_ROUNDS, counters.num_fallback_rounds)
+        self._round(event)
         for position, count in enumerate(counters.accepted_by_position):
             record(M.ACCEPTED_PER_POS, count, position=str(position))
+
+    def _round(self, event: Finished) -> None:
+        times, num_rounds = event.times, event.counters.num_rounds
+        if not num_rounds:
+            return
+        parts = {
+            "draft_wait": times.draft_wait,
+            "drafter": times.drafter,
+            "forward": times.forward,
+            "verify": times.verify,
+            "all": times.round,
+        }
+        for part, seconds in parts.items():
+            self._telemetry.record(M.ROUND, seconds / num_rounds, part=part)
 
     def slow_consumer(self) -> None:
         """A client left too much unread."""

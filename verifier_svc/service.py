@@ -7,7 +7,7 @@ computes nothing: the engine's thread does. Knows the engine by four methods onl
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,11 +37,20 @@ PULSE_S = 0.1  # how often health is looked at
 class Engine(Protocol):
     """What the service needs from the engine; every method is callable from the loop thread."""
 
+    def start(self) -> None: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request: Request) -> None: ...
     def gauges(self) -> Gauges: ...
     def problem(self, stall_seconds: float) -> str | None: ...
     def stop(self) -> None: ...
+
+
+class DraftPath(Protocol):
+    """The drafter's side that lives on the loop thread."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def status(self) -> DrafterStatus: ...
 
 
 @dataclass(frozen=True)
@@ -66,14 +75,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         tokenizer: Tokenizer,
         info: ModelInfo,
         observer: Observer,
-        drafter_status: Callable[[], DrafterStatus],
+        draft_path: DraftPath | None,
         *,
         max_live: int,
         max_stream_events: int,
         stall_seconds: float,
     ) -> None:
         self._engine, self._admission, self._tokenizer = engine, admission, tokenizer
-        self._info, self._observer, self._drafter_status = info, observer, drafter_status
+        self._info, self._observer, self._draft_path = info, observer, draft_path
         self._stall_seconds = stall_seconds
         self._streams = Streams(max_live, max_stream_events, engine.abort)
         self._draining = False
@@ -87,6 +96,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def start(self, health: Health) -> None:
         """Serves from now on; health follows the engine and the draft path."""
+        self._engine.start()
+        if self._draft_path is not None:
+            await self._draft_path.start()
         self._look(health)
         self._pulse = asyncio.create_task(self._look_again(health))
 
@@ -110,11 +122,16 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         if self._pulse is not None:
             self._pulse.cancel()
         await asyncio.to_thread(self._engine.stop)
+        if self._draft_path is not None:
+            await self._draft_path.stop()
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Takes one engine step's events; called on the loop thread."""
         self._streams.deliver(events)
         self._observer.gauges(self._engine.gauges())
+
+    def _drafter_status(self) -> DrafterStatus:
+        return DrafterStatus("NONE") if self._draft_path is None else self._draft_path.status()
 
     def _look(self, health: Health) -> None:
         problem = self._engine.problem(self._stall_seconds)
@@ -136,11 +153,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         admitted = stream.request
         reader = asyncio.current_task()
         assert reader is not None
-        stream.attach(reader)
         try:
             self._engine.submit(admitted)
             await context.send_initial_metadata((("x-request-id", admitted.request_id),))
             await context.write(_started(admitted))
+            # Not sooner: gRPC cannot send a status any more when its first write is cancelled.
+            stream.attach(reader)
             await self._relay(stream, context)
         except asyncio.CancelledError:
             if stream.error is None:

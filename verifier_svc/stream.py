@@ -35,7 +35,7 @@ class Stream:
         return self._error
 
     def attach(self, reader: "asyncio.Task[object]") -> None:
-        """`reader` is cancelled when the stream is cut while it waits for its client."""
+        """From now on, `reader` is cancelled when the stream is cut: it may wait for its client."""
         self._reader = reader
 
     def detach(self) -> None:
@@ -61,7 +61,9 @@ class Stream:
         return True
 
     async def next(self) -> Event:
-        """The next event, in order. Raises the error of a Failed event."""
+        """The next event, in order. Raises the error of a cut stream or of a Failed event."""
+        if self._error is not None:
+            raise self._error
         while not self._events:
             self._wakeup.clear()
             await self._wakeup.wait()

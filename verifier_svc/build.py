@@ -1,0 +1,189 @@
+"""From settings and the configs' decision to a service ready to start: weights, KV, engine, edges.
+
+The only place where the verifier's parts are put together. Imports torch; called inside the running
+event loop, before the server starts.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from common.contract import Contract
+from common.errors import StartupError
+from common.loading.tokenizer import StreamDecoder, Tokenizer
+from common.models.contracts import read_contract
+from common.models.dense import DenseTarget, Numerics
+from common.models.dspark_qwen3 import load_projector
+from common.models.registry import load_target, read_target_config
+from common.telemetry import Telemetry
+from common.tensors import DTYPES
+from verifier_svc.admission import Admission, Limits
+from verifier_svc.config import VerifierConfig
+from verifier_svc.draft_link import LinkSettings
+from verifier_svc.drafter_client import DrafterClient
+from verifier_svc.drafting import NoDrafter
+from verifier_svc.engine import Engine
+from verifier_svc.events import Event
+from verifier_svc.features import FeatureStore
+from verifier_svc.kv_blocks import KVBlocks
+from verifier_svc.observing import Observer
+from verifier_svc.planning import Decision
+from verifier_svc.request import Request
+from verifier_svc.runner import Runner
+from verifier_svc.scheduler import Scheduler, SchedulerLimits
+from verifier_svc.service import ModelInfo, VerifierService
+from verifier_svc.verify_len import VerifyLength, load_sts
+
+DEFAULT_KV_MEMORY_MB = 512
+
+
+def build_service(
+    config: VerifierConfig, decision: Decision, telemetry: Telemetry
+) -> VerifierService:
+    """Raises StartupError; cheap checks come before the weights are read."""
+    device = _device(config.device)
+    torch.set_num_threads(config.service.threads)
+    tokenizer = Tokenizer(config.model)
+    max_drafts = decision.max_drafts if config.drafter is not None else 0
+    verify_length = _verify_length(config, max_drafts)
+    contract = None
+    if config.drafter is not None and config.draft_model is not None:
+        contract = read_contract(config.draft_model, config.model)
+    max_context_len = _max_context_len(config)
+    numerics: Numerics = "batch_invariant" if config.batch_invariant else "fast"
+    model, report = load_target(config.model, DTYPES[config.dtype], device, numerics)
+
+    width = 0 if contract is None else _feature_width(config, contract)
+    num_blocks = _num_kv_blocks(config, model, width)
+    num_slots = num_blocks * config.kv_block_size
+    features = _feature_store(config, num_slots, width)
+    taps = () if contract is None else contract.target_layer_ids
+    runner = Runner(model, num_blocks, config.kv_block_size, features, taps)
+    drafter = None if contract is None else _drafter(config, contract, telemetry)
+
+    def decoder_for(request: Request) -> StreamDecoder:
+        return StreamDecoder(tokenizer, request.token_ids[: request.num_prompt])
+
+    scheduler = Scheduler(
+        KVBlocks(num_blocks, config.kv_block_size),
+        SchedulerLimits(config.max_running, config.max_batch_tokens, max_drafts),
+        decoder_for,
+        (drafter or NoDrafter()).release,
+    )
+    to_loop = _Relay(asyncio.get_running_loop())
+    engine = Engine(
+        scheduler, runner, drafter or NoDrafter(), verify_length, to_loop.emit, config.max_waiting
+    )
+    limits = Limits(
+        vocab_size=model.config.vocab_size,
+        max_context_len=min(max_context_len, num_slots),
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+    )
+    service = VerifierService(
+        engine,
+        Admission(limits),
+        tokenizer,
+        ModelInfo(str(config.model), decision.to_json(), report.to_json()),
+        Observer(telemetry, str(config.model)),
+        drafter,
+        max_live=config.max_running + config.max_waiting,
+        max_stream_events=config.max_stream_events,
+        stall_seconds=config.stall_seconds,
+    )
+    to_loop.deliver = service.deliver
+    return service
+
+
+class _Relay:
+    """Carries a step's events from the engine thread to the loop thread, in one call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.deliver: Callable[[list[Event]], None]
+
+    def emit(self, events: list[Event]) -> None:
+        self._loop.call_soon_threadsafe(self.deliver, events)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise StartupError(f"--device {name!r} is unknown; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise StartupError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
+    return device
+
+
+def _max_context_len(config: VerifierConfig) -> int:
+    own = read_target_config(config.model).max_context_len
+    wished = config.max_context_len
+    if wished is not None and wished > own:
+        raise StartupError(
+            f"--max-context-len {wished} is above the {own} positions that {config.model} was "
+            "made for; lower it or leave it out"
+        )
+    return wished or own
+
+
+def _verify_length(config: VerifierConfig, max_drafts: int) -> VerifyLength:
+    if config.sts is None:
+        return VerifyLength(config.min_survival)
+    try:
+        text = config.sts.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"--sts {config.sts} cannot be read: {error}") from error
+    return VerifyLength(config.min_survival, load_sts(text, f"--sts {config.sts}", max_drafts))
+
+
+def _feature_dtype(config: VerifierConfig) -> str:
+    auto = "fp32" if config.dtype == "fp32" else "bf16"
+    return auto if config.feature_dtype == "auto" else config.feature_dtype
+
+
+def _feature_width(config: VerifierConfig, contract: Contract) -> int:
+    projected = config.feature_form == "projected"
+    return contract.hidden_size * (1 if projected else len(contract.target_layer_ids))
+
+
+def _feature_store(config: VerifierConfig, num_slots: int, width: int) -> FeatureStore:
+    project = None
+    if width and config.feature_form == "projected":
+        assert config.draft_model is not None
+        dtype = DTYPES[config.dtype]
+        project = load_projector(config.draft_model, config.model, dtype, config.device)
+    return FeatureStore(
+        num_slots,
+        width,
+        config.kv_block_size,
+        dtype=_feature_dtype(config),
+        device=config.device,
+        project=project,
+    )
+
+
+def _num_kv_blocks(config: VerifierConfig, model: DenseTarget, feature_width: int) -> int:
+    """As set, or as many as fit the memory with the feature rows of their slots."""
+    if config.kv_blocks is not None:
+        return config.kv_blocks
+    row_bytes = feature_width * DTYPES[_feature_dtype(config)].itemsize
+    block_bytes = model.new_kv(1, config.kv_block_size).num_bytes + row_bytes * config.kv_block_size
+    budget = (config.kv_memory_mb or DEFAULT_KV_MEMORY_MB) << 20
+    if budget < block_bytes:
+        raise StartupError(
+            f"one KV block of {config.kv_block_size} tokens takes {block_bytes} bytes, more than "
+            f"--kv-memory-mb {config.kv_memory_mb} holds; raise it or lower --kv-block-size"
+        )
+    return budget // block_bytes
+
+
+def _drafter(config: VerifierConfig, contract: Contract, telemetry: Telemetry) -> DrafterClient:
+    assert config.drafter is not None
+    settings = LinkSettings(
+        address=config.drafter,
+        draft_timeout_ms=config.draft_timeout_ms,
+        projected=config.feature_form == "projected",
+        feature_dtype=_feature_dtype(config),
+    )
+    return DrafterClient(settings, contract, telemetry)
