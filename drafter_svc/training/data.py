@@ -1,13 +1,15 @@
 """Reads shard files into training steps: which texts, which anchors, which target probabilities.
 
-Texts whose prompt number ends on VALIDATION_REST (mod VALIDATION_MOD) are kept for validation only. Keeps
-no text in memory: shards are memory-mapped and the operating system caches them.
+Texts whose prompt number ends on VALIDATION_REST (mod VALIDATION_MOD) are kept for validation
+only. Keeps no text in memory: shards are memory-mapped and the operating system caches them.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from common.errors import LoadError
 from drafter_svc.training.model import Blocks
 from drafter_svc.training.shards import Text, list_shards
 
+PRIOR_SHARE = 0.05
+LSE_COLUMNS = 32  # keeps the product's inner size a multiple of 32
 VALIDATION_MOD, VALIDATION_REST = 50, 7
 
 
@@ -32,7 +36,10 @@ class TextRef:
 
 @dataclass
 class Examples:
-    """One packed step. target_probs: [A, B, V_draft]; labels: [A, B] draft ids or −1; valid: [A, B]."""
+    """One packed step.
+
+    target_probs: [A, B, V_draft]; labels: [A, B] draft ids or −1; valid: [A, B].
+    """
 
     blocks: Blocks
     target_probs: Tensor
@@ -41,13 +48,14 @@ class Examples:
 
 
 class Corpus:
-    """The texts of the first `num_shards` shards (all, if None), split in training and validation."""
+    """Texts of the first `num_shards` shards (all, if None): training and validation."""
 
     def __init__(self, folder: Path, num_shards: int | None = None) -> None:
         shards = list_shards(folder)[:num_shards]
         if not shards:
             raise LoadError(
-                f"no shard-*.safetensors in {folder}; run `python -m drafter_svc.training.generate` first"
+                f"no shard-*.safetensors in {folder}; run `python -m "
+                "drafter_svc.training.generate` first"
             )
         self.num_shards = len(shards)
         self.training: list[TextRef] = []
@@ -76,7 +84,7 @@ def _refs(path: Path) -> list[TextRef]:
     with safe_open(path, "pt") as shard:
         starts, lens, index, greedy = (shard.get_tensor(name).tolist() for name in names)
     refs = []
-    for i, (low, high) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for i, (low, high) in enumerate(pairwise(starts)):
         if high - low >= lens[i] + 2:  # one anchor and one label at least
             refs.append(TextRef(path, low, high, lens[i], index[i], bool(greedy[i])))
     return refs
@@ -92,14 +100,20 @@ def read_text(ref: TextRef) -> Text:
 
 
 def draft_vocabulary(counts: Tensor, size: int, required: list[int]) -> Tensor:
-    """d2t: the `size` most frequent target ids with `required` among them, ascending. [V_draft]."""
-    ranked = counts.clone()
-    ranked[required] = int(counts.max()) + 1
+    """d2t: the `size` likeliest target ids with `required` among them, ascending. [V_draft].
+
+    Likely = frequent in the answers, plus a small prior: BPE ids rise as tokens get rarer, which
+    ranks the many tokens that few answers have shown.
+    """
+    prior = 1 / (torch.arange(len(counts)) + 200.0)
+    ranked = counts / counts.sum() + PRIOR_SHARE * prior / prior.sum()
+    ranked[required] = 1.0
     return ranked.topk(size).indices.sort().values
 
 
 def choose_anchors(text: Text, limit: int | None, rng: torch.Generator) -> Tensor:
-    """Anchor positions, ascending: answer tokens that are followed by another one; all if limit is None.
+    """Anchor positions, ascending: answer tokens with a successor; all if limit is
+    None.
 
     The first possible anchor is the first answer token: the prompt before it is its context.
     """
@@ -110,22 +124,28 @@ def choose_anchors(text: Text, limit: int | None, rng: torch.Generator) -> Tenso
 
 
 class Packer:
-    """Turns texts and anchors into a step, given the draft vocabulary and the tapped layers to use."""
+    """Turns texts and anchors into a step."""
 
-    def __init__(self, head: Tensor, d2t: Tensor, block_size: int, num_taps: int) -> None:
-        """head: [V, d], the target's lm_head; d2t: [V_draft]."""
-        self.hidden_size = head.shape[1]
-        self.head = head[d2t].float()
+    def __init__(
+        self, head: Tensor, d2t: Tensor, block_size: int, stored: list[int], used: list[int]
+    ) -> None:
+        """head: [V, d], the target's lm_head; d2t: [V_draft]; stored, used: tapped layers."""
+        size = self.hidden_size = head.shape[1]
+        # Three more columns subtract the log-sum-exp inside the product, see _target_probs.
+        self.head = torch.zeros(len(d2t), size + LSE_COLUMNS, dtype=torch.bfloat16)
+        self.head[:, :size] = head[d2t]
+        self.head[:, size : size + 3] = -1
+        self.columns = [slice(stored.index(t) * size, (stored.index(t) + 1) * size) for t in used]
         self.t2d = torch.full((head.shape[0],), -1)
         self.t2d[d2t] = torch.arange(len(d2t))
-        self.block_size, self.num_taps = block_size, num_taps
+        self.block_size = block_size
 
     def pack(self, texts: list[Text], anchors: list[Tensor]) -> Examples:
         """A step over these texts; features stay in the dtype of the stored states."""
         features, tokens, probs, valid = [], [], [], []
         for text, places in zip(texts, anchors, strict=True):
             num_rows = len(text.ids) - 1  # the last token was never run
-            features.append(text.states[:num_rows, : self.num_taps * self.hidden_size])
+            features.append(torch.cat([text.states[:num_rows, c] for c in self.columns], dim=-1))
             ahead = places[:, None] + torch.arange(self.block_size + 1)
             tokens.append(text.ids[ahead.clamp(max=num_rows)])
             valid.append(ahead[:, 1:] <= num_rows)
@@ -141,8 +161,17 @@ class Packer:
         return Examples(blocks, torch.cat(probs), self.t2d[every[:, 1:]], torch.cat(valid))
 
     def _target_probs(self, text: Text, places: Tensor) -> Tensor:
-        """Target distribution after each of places [n, B], over the draft vocabulary."""
+        """Target distribution after each of places [n, B], over the draft vocabulary, in bf16.
+
+        log-probabilities come out of one bf16 product: rounding them costs little, while rounding
+        logits near 20 first and subtracting afterwards would cost 6 % of a probability.
+        """
         first = text.prompt_len - 1
-        hidden = text.states[first:-1, -self.hidden_size :].float()
-        probs = torch.addmm(-text.lse[first:-1, None], hidden, self.head.T).exp_()
-        return probs.to(torch.bfloat16)[places - first]
+        hidden = text.states[first:-1, -self.hidden_size :]
+        wide = torch.zeros(len(hidden), self.head.shape[1], dtype=torch.bfloat16)
+        wide[:, : self.hidden_size] = hidden
+        rest = text.lse[first:-1].clone()
+        for column in range(self.hidden_size, self.hidden_size + 3):
+            wide[:, column] = rest
+            rest -= wide[:, column].float()
+        return F.linear(wide, self.head).exp_()[places - first]

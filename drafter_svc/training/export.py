@@ -1,4 +1,4 @@
-"""Writes a trained drafter as a DeepSpec checkpoint folder: config.json and model.safetensors in bf16."""
+"""Writes a trained drafter as a DeepSpec folder: config.json and model.safetensors in bf16."""
 
 import json
 import os

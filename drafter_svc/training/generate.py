@@ -2,7 +2,8 @@
 
     python -m drafter_svc.training.generate --target DIR --data DIR [--tokens N] [--minutes M]
 
-Resumable: a new run goes on after the last prompt of the last shard. Training may read shards meanwhile.
+Resumable: a new run goes on after the last prompt of the last shard. Training may read shards
+meanwhile.
 """
 
 import logging
@@ -139,7 +140,7 @@ class Generator:
         return made
 
     def _step(self) -> int:
-        """One token for every row; returns the number of answer tokens that became finished texts."""
+        """One token for every row; returns the answer tokens of texts that it finished."""
         last = torch.tensor([row.ids[-1] for row in self.slots])
         states = self.target.decode(last, self.lengths)
         self.states[torch.tensor([row.row for row in self.slots]), self.lengths] = states

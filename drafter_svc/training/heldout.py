@@ -88,7 +88,7 @@ def _extend(
     places: torch.Tensor,
     slots: list[int],
 ) -> None:
-    """Appends the arg-max after the token at places [S] to the open texts; notes the log-sum-exp."""
+    """Appends the arg-max after the token at places [S]; notes the log-sum-exp."""
     exact, ids, totals = target.candidates(rows[:, -target.d :], 8)
     best = ids.gather(1, exact.argmax(-1, keepdim=True)).squeeze(1)
     for slot in slots:

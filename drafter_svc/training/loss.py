@@ -1,9 +1,10 @@
 """The paper's training loss and the acceptance figures that come with it.
 
 Loss = 0.1·CE(true token) + 0.9·‖q − p‖₁ + 1.0·BCE(confidence, 1 − ½‖q − p‖₁), weighted by
-exp(−(k − 1)/4) and divided by the sum of weights (DSpark paper; DeepSpec). q is the draft distribution with
-its Markov bias, p the target's over the whole vocabulary: what p holds outside the draft vocabulary
-counts fully in the L1 distance. A true token outside the draft vocabulary has no cross entropy.
+exp(−(k − 1)/4) and divided by the sum of weights (DSpark paper; DeepSpec). q is the draft
+distribution with its Markov bias, p the target's over the whole vocabulary: what p holds outside
+the draft vocabulary counts fully in the L1 distance. A true token outside the draft vocabulary has
+no cross entropy.
 """
 
 from dataclasses import dataclass
@@ -91,8 +92,9 @@ def dspark_loss(
     """The loss of one step.
 
     logits: [A, B, V_draft]; confidence: [A, B] logits; target_probs: [A, B, V_draft], the target's
-    distribution restricted to the draft vocabulary, not renormalised; labels: [A, B] draft ids of the true
-    tokens, −1 where the draft vocabulary lacks them; valid: [A, B], False past a text's end.
+    distribution restricted to the draft vocabulary, not renormalised; labels: [A, B] draft ids of
+    the true tokens, −1 where the draft vocabulary lacks them; valid: [A, B], False past a text's
+    end.
     """
     weights = position_weights(logits.shape[1]).expand_as(valid) * valid
     scale = weights.sum().clamp(min=1e-9)
@@ -113,10 +115,10 @@ def dspark_loss(
 
 
 def survival(distance: Tensor, valid: Tensor) -> Tensor:
-    """Expected chance that drafts 1..k are all accepted at temperature 1: ∏(1 − ½‖q − p‖₁). [A, B]."""
+    """Chance that drafts 1..k are all accepted at temperature 1: ∏(1 − ½‖q − p‖₁). [A, B]."""
     return ((1 - distance / 2).clamp(0, 1) * valid).cumprod(-1)
 
 
 def accepted_greedy(logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """Drafts accepted per block at temperature 0, [A]: leading rows whose arg-max is the true token."""
+    """Drafts accepted per block at temperature 0, [A]: leading rows whose arg-max is right."""
     return ((logits.argmax(-1) == labels) & valid).long().cumprod(-1).sum(-1)

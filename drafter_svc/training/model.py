@@ -1,8 +1,9 @@
 """The drafter as the trainer sees it: DeepSpec's Qwen3 DSpark, many blocks per text at once.
 
-Parameter names are DeepSpec's, so the state dict is the checkpoint. float32 masters, computed in the
-dtype of the incoming rows. Context rows come from the target's taps; block rows are the anchor's and the
-mask token's embeddings. Does not sample, does not keep a KV cache, knows only the vanilla Markov head.
+Parameter names are DeepSpec's, so the state dict is the checkpoint. float32 masters, computed in
+the dtype of the incoming rows. Context rows come from the target's taps; block rows are the
+anchor's and the mask token's embeddings. Does not sample, does not keep a KV cache, knows only the
+vanilla Markov head.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -59,7 +60,8 @@ class Blocks:
     """A packed step: texts side by side, each with its anchors. C context rows, A anchors in all.
 
     features: [C, m * d] taps; context_lens: context rows per text; num_anchors: anchors per text;
-    anchors: [A] position of each anchor in its own text; tokens: [A, B + 1] target ids from the anchor on.
+    anchors: [A] position of each anchor in its own text; tokens: [A, B + 1] target ids from the
+    anchor on.
     """
 
     features: Tensor
@@ -140,7 +142,7 @@ class Attention(nn.Module):
         hidden: Tensor,
         block_size: int,
     ) -> Tensor:
-        """One text. q: [n * B, H, D]; own, seen: keys and values; hidden: [n, T], True = not visible."""
+        """One text. q: [n * B, H, D]; own, seen: keys, values; hidden: [n, T], True = unseen."""
         groups = self.num_heads // self.num_kv_heads
         n, context_len = q.shape[0] // block_size, seen[0].shape[0]
         # [kv heads, n, B * groups, D]: the heads that share a key lie side by side.
@@ -233,7 +235,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
-        self.lm_head = Linear(d, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(d, config.draft_vocab_size, bias=False, dtype=torch.bfloat16)
+        self.lm_head.requires_grad_(False)  # the target's rows of d2t, as in DeepSpec
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
         self.register_buffer("d2t", d2t)
@@ -277,9 +280,8 @@ class Drafter(nn.Module):
             rows = layer(rows, context, step)
         rows = self.norm(rows)
         before = self.markov_head.markov_w1(blocks.tokens[:, :size].flatten()).to(dtype)
-        both = torch.cat([rows, before], dim=-1)
-        weight = torch.cat([self.lm_head.weight, self.markov_head.markov_w2.weight], dim=-1)
-        logits = F.linear(both, weight.to(dtype))
-        confidence = self.confidence_head.proj(both).float()
+        bias = self.markov_head.markov_w2(before)
+        logits = torch.addmm(bias, rows, self.lm_head.weight.to(dtype).T)
+        confidence = self.confidence_head.proj(torch.cat([rows, before], dim=-1)).float()
         shape = (len(blocks.anchors), size)
         return logits.view(*shape, -1), confidence.view(shape)

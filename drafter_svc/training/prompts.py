@@ -1,9 +1,9 @@
 """Writes the prompts that the target answers for the drafter's training text.
 
-Prompt `index` is a function of the index alone, so that generation resumes where it stopped. Chat, code
-and arithmetic come from templates and word lists; a fourth kind asks the target itself to invent the
-user's turn (as Magpie does), which covers what no template would. The held-out evaluation prompts
-(heldout_prompts.json) are hand-written and share no wording with the templates.
+Prompt `index` is a function of the index alone, so that generation resumes where it stopped. Chat,
+code and arithmetic come from templates and word lists; a fourth kind asks the target itself to
+invent the user's turn (as Magpie does), which covers what no template would. The held-out
+evaluation prompts (heldout_prompts.json) are hand-written and share no wording with the templates.
 """
 
 import json

@@ -2,9 +2,10 @@
 
     python -m drafter_svc.training.report --data DIR [--out DRAFTER]
 
-Two figures. `tau`: expected tokens per round at temperature 1, 1 + Σ∏(1 − ½‖q − p‖₁). `greedy`: rounds
-replayed at temperature 0 over texts that the target wrote greedily: the drafts of each round are compared
-with what the target wrote, so the count equals what a serving round would accept, up to rounding.
+Two figures. `tau`: expected tokens per round at temperature 1, 1 + Σ∏(1 − ½‖q − p‖₁). `greedy`:
+rounds replayed at temperature 0 over texts that the target wrote greedily: the drafts of each
+round are compared with what the target wrote, so the count equals what a serving round would
+accept, up to rounding.
 """
 
 import json
@@ -21,7 +22,7 @@ from drafter_svc.training.heldout import held_out_texts
 from drafter_svc.training.loss import accepted_greedy, survival
 from drafter_svc.training.model import Drafter, DrafterConfig
 from drafter_svc.training.settings import Settings, parse_settings
-from drafter_svc.training.shards import Text
+from drafter_svc.training.shards import Text, list_shards, read_meta
 from drafter_svc.training.start import target_tensors
 
 log = logging.getLogger("dspark.report")
@@ -31,7 +32,7 @@ MAX_VALIDATION_TEXTS = 40
 
 @dataclass
 class Record:
-    """One block as served untruncated: confidence logits [B], drafts accepted, drafts that count."""
+    """One untruncated block: confidence logits [B], drafts accepted, drafts that count."""
 
     logits: list[float]
     accepted: int
@@ -63,7 +64,7 @@ class Figures:
 
     @property
     def by_position(self) -> list[float]:
-        """Share of blocks whose first k drafts are all accepted, over all anchors of greedy texts."""
+        """Share of blocks whose first k drafts are all accepted, over greedy texts' anchors."""
         return [
             kept / max(1, reached) for kept, reached in zip(self.kept, self.reached, strict=True)
         ]
@@ -146,9 +147,9 @@ def open_drafter(settings: Settings) -> tuple[Drafter, Packer]:
     """The exported drafter of `settings.out` with the packer that fits it."""
     target = target_tensors(settings.target)
     drafter = load_drafter(settings.out, target)
-    num_taps = len(drafter.config.target_layer_ids)
-    head = target["lm_head.weight"]
-    return drafter, Packer(head, drafter.d2t, drafter.config.block_size, num_taps)
+    config, head = drafter.config, target["lm_head.weight"]
+    stored = read_meta(list_shards(settings.data)[0])["taps"]
+    return drafter, Packer(head, drafter.d2t, config.block_size, stored, config.target_layer_ids)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,10 +22,11 @@ class Settings:
     threads: int = 1
     # The drafter: small enough that a block costs a few ms on one CPU thread.
     num_layers: int = 2
-    intermediate_size: int = 1024
-    draft_vocab_size: int = 3584
+    intermediate_size: int = 640
+    draft_vocab_size: int = 8192  # fewer would be cheaper, but every missing token ends a round
+    drafter_taps: list[int] = field(default_factory=lambda: [2, 16, 23, 28])  # some of `taps`
     block_size: int = 6
-    markov_rank: int = 48
+    markov_rank: int = 32
     mask_token_id: int = 16  # <|empty_output|>: the tokenizer never writes it into text
     # Training.
     num_anchors: int = 128  # per text and visit
@@ -33,7 +34,8 @@ class Settings:
     steps: int = 5000
     warmup: int = 100
     decay: float = 0.3  # share of the steps, at the end, in which the rate falls to zero
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
+    markov_rate: float = 5.0  # times the learning rate: its rows are seen rarely
     clip: float = 1.0
     seed: int = 0
     report_minutes: float = 5.0

@@ -1,10 +1,10 @@
 """Shard files between generation and training: texts with the target's inner states.
 
 Each shard is a safetensors file, complete when it has its name. Flat over its texts' tokens:
-`ids` int32 [N], `states` bf16 [N, (m + 1) * d] (taps in order, then the last hidden row after the final
-norm), `lse` float32 [N] (log of the sum of exp of the target's full logits; 0 inside the prompt).
-Per text: `starts` int64 [n + 1], `prompt_lens`, `prompt_index`, `greedy` int64 [n]. A text's last
-token was sampled but never run: its states are zero.
+`ids` int32 [N], `states` bf16 [N, (m + 1) * d] (taps in order, then the last hidden row after the
+final norm), `lse` float32 [N] (log of the sum of exp of the target's full logits; 0 inside the
+prompt). Per text: `starts` int64 [n + 1], `prompt_lens`, `prompt_index`, `greedy` int64 [n]. A
+text's last token was sampled but never run: its states are zero.
 """
 
 import json

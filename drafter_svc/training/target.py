@@ -1,8 +1,8 @@
 """A compact batched Llama forward that writes training text and keeps its inner states.
 
 One row per text, a static KV cache, bf16 on the CPU. Beside the logits it returns what a drafter
-learns from: the tapped residual streams and the last hidden row. Does not know prompts or files, and is
-not the service's engine: it trades paging and exact widths for tokens per second.
+learns from: the tapped residual streams and the last hidden row. Does not know prompts or files,
+and is not the service's engine: it trades paging and exact widths for tokens per second.
 """
 
 import json
@@ -18,7 +18,7 @@ GROUP = 24  # rows that share one attention call; sorted by length so that littl
 
 
 class BatchTarget:
-    """Up to `num_slots` texts of up to `max_len` tokens, all advanced one token per `decode` call."""
+    """Up to `num_slots` texts of up to `max_len` tokens; `decode` advances them all."""
 
     def __init__(self, folder: Path, taps: list[int], num_slots: int, max_len: int) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

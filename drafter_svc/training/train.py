@@ -2,8 +2,9 @@
 
     python -m drafter_svc.training.train --data DIR [--steps N]
 
-Reads shards that generation is still adding to: each epoch takes what is there when it begins. Writes
-`train.safetensors` and `train.json` beside the shards, and the drafter itself to --out at every report.
+Reads shards that generation is still adding to: each epoch takes what is there when it begins.
+Writes `train.safetensors` and `train.json` beside the shards, and the drafter itself to --out at
+every report.
 """
 
 import json
@@ -31,7 +32,7 @@ STATE, PLACE = "train.safetensors", "train.json"
 
 
 class Trainer:
-    """One training run. Its whole state is tensors (weights, moments) plus step, epoch and shard count."""
+    """One run. Its state: tensors (weights, moments), step, epoch and shard count."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -39,18 +40,27 @@ class Trainer:
         self.step = self.epoch = self.cursor = 0
         saved = self._read_place()
         self.corpus = Corpus(settings.data, saved.get("num_shards"))
-        num_taps = len(read_meta(list_shards(settings.data)[0])["taps"])
-        config = drafter_config(settings, num_taps)
+        config = drafter_config(settings)
         tensors = load_file(settings.data / STATE) if saved else {}
         d2t = tensors["d2t"] if saved else self._draft_vocabulary(config.draft_vocab_size)
         self.drafter: Drafter = new_drafter(config, self.target, d2t, settings.seed)
-        self.weights = dict(self.drafter.named_parameters())
+        named = self.drafter.named_parameters()
+        self.weights = {name: weight for name, weight in named if weight.requires_grad}
         self.optimiser = torch.optim.AdamW(
-            self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            [
+                {"params": [weight], "scale": settings.markov_rate if "markov" in name else 1.0}
+                for name, weight in self.weights.items()
+            ],
+            lr=0.0,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
         )
         if saved:
             self._restore(tensors, saved)
-        self.packer = Packer(self.target["lm_head.weight"], d2t, config.block_size, num_taps)
+        stored = read_meta(list_shards(settings.data)[0])["taps"]
+        head = self.target["lm_head.weight"]
+        self.packer = Packer(head, d2t, config.block_size, stored, config.target_layer_ids)
         self.order = self._shuffled()
 
     def _draft_vocabulary(self, size: int) -> Tensor:
@@ -90,7 +100,7 @@ class Trainer:
         parts.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimiser.param_groups:
-            group["lr"] = self.rate()
+            group["lr"] = self.rate() * group["scale"]
         self.optimiser.step()
         self.step += 1
         self.cursor += self.settings.texts_per_step
