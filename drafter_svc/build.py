@@ -5,6 +5,7 @@ touched.
 """
 
 import json
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from common.detect.api import resolve
 from common.detect.files import detect_checkpoint
 from common.errors import ConfigError, StartupError
 from common.loading.safetensors_files import LoadReport
+from common.logs import fields
 from common.models.contracts import contract_of
 from common.models.dspark_qwen3 import DSparkQwen3, load_drafter
 from common.models.registry import read_target_config
@@ -22,6 +24,8 @@ from common.tensors import DTYPES
 from drafter_svc.config import DrafterConfig
 from drafter_svc.engine import DraftEngine
 from drafter_svc.sessions import Limits, SessionTable
+
+log = logging.getLogger(__name__)
 
 DEFAULT_KV_MEMORY_MB = 256
 
@@ -39,14 +43,21 @@ class LoadedDrafter:
 
 
 def judge(config: DrafterConfig) -> str:
-    """The detection's verdict on the drafter as JSON. Raises ConfigError; reads no weight."""
+    """The detection's verdict on the drafter as JSON; warnings are logged.
+
+    Raises ConfigError; reads no weight.
+    """
     draft = detect_checkpoint(config.model)
-    resolve(detect_checkpoint(config.target_model), draft, method="dspark")
-    if draft.family is not None and draft.layout == "fill_in":
+    plan = resolve(detect_checkpoint(config.target_model), draft, method="dspark")
+    if draft.layout == "fill_in":
         raise ConfigError(
             "E05",
-            f"{draft.label} drafts in the fill-in layout; this service runs anchor-first blocks",
+            f"{draft.label} drafts in the fill-in layout ({draft.sources.get('layout')}), whose "
+            "anchor row predicts nothing; this service runs anchor-first blocks only. What works: "
+            "a drafter trained anchor-first",
         )
+    for remark in dict.fromkeys((*draft.warnings, *plan.warnings)):
+        log.warning(remark.message, extra=fields(code=remark.code))
     return json.dumps(draft.to_json())
 
 

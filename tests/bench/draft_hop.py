@@ -17,9 +17,11 @@ import time
 from pathlib import Path
 
 import torch
+import uvloop
 from in_process_drafter import InProcessDrafter
 
 from common.cli.processes import ServiceProcess
+from common.contract import Contract
 from common.models.contracts import read_contract
 from common.telemetry import Telemetry
 from common.tensors import to_bytes
@@ -148,10 +150,10 @@ def main() -> None:
             measure(listen, contract, local, rows, args)
 
 
-def measure(listen, contract, local, rows, args) -> None:  # type: ignore[no-untyped-def]
+def measure(
+    listen: str, contract: Contract, local: InProcessDrafter, rows: Rows, args: argparse.Namespace
+) -> None:
     """Prints one line per case."""
-    import uvloop
-
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
