@@ -19,7 +19,13 @@ from collections.abc import AsyncIterator
 import grpc
 
 from common.contract import Contract
-from common.errors import ContractMismatch, InvalidRequest, Overloaded, Unavailable
+from common.errors import (
+    ContractMismatch,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from common.health import PROCESS, Health
 from common.logs import fields
 from common.pb.v1 import drafter_pb2 as pb
@@ -48,6 +54,7 @@ PROTOCOL_VERSION = 1
 FULL_NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 MAX_MESSAGE_BYTES = 64 << 20
 _ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
+_HELLO_TIMEOUT_S = 10.0
 _MAX_UNANSWERED = 16  # steps and pings of one verifier; then its stream is not read any further
 
 
@@ -150,7 +157,11 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         """One verifier's stream, from Hello to its end."""
         messages = aiter(requests)
-        first = await anext(messages, None)
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                first = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {_HELLO_TIMEOUT_S} s") from None
         if first is None:
             return
         link = self._open(first)

@@ -5,11 +5,13 @@ on the loop thread (`draft_link.py`). Whatever the drafter does, a step waits at
 `draft_timeout_ms`, and bad or late answers only cost their drafts.
 """
 
+import logging
 import queue
 import time
 from collections.abc import Callable
 
 from common.contract import Contract
+from common.logs import fields
 from common.pb.v1 import drafter_pb2 as pb
 from common.telemetry import M, Telemetry
 from verifier_svc.breaker import Breaker, BreakerState
@@ -18,6 +20,8 @@ from verifier_svc.draft_payload import read_draft
 from verifier_svc.draft_sync import Ask, DraftSync, LinkLimits
 from verifier_svc.drafting import Draft, DrafterStatus, Drafts, FeatureSource
 from verifier_svc.request import Plan, Request, SamplingMode
+
+log = logging.getLogger(__name__)
 
 MAX_UNANSWERED = 8  # steps; below the drafter's own limit, past which it stops reading
 
@@ -40,6 +44,7 @@ class DrafterClient:
         self._link: DraftLink | None = None  # the one that `_sync` speaks of
         self._unanswered: dict[int, list[Ask]] = {}  # step id -> what it asked
         self._last_step_id = 0
+        self._complained = False  # of this link, in the log
 
     async def start(self) -> None:
         """Connects in the background."""
@@ -104,6 +109,7 @@ class DrafterClient:
                 LinkLimits(welcome.max_sessions, welcome.max_step_rows, welcome.max_context_len)
             )
             self._unanswered.clear()
+            self._complained = False
             self._breaker = Breaker(self._settings.breaker_after)
         return link
 
@@ -176,7 +182,7 @@ class DrafterClient:
     def _proposals(self, proposals: pb.Proposals, waited: int) -> Drafts | None:
         asks = self._unanswered.pop(proposals.step_id, None)
         if asks is None:
-            self._telemetry.record(M.BAD_PROPOSALS)  # an answer to no question
+            self._bad(f"proposals for step {proposals.step_id}, which waits for none")
             return None
         asked = {ask.request.session_id: ask for ask in asks}
         drafts = Drafts()
@@ -187,7 +193,10 @@ class DrafterClient:
                 or proposal.epoch != ask.epoch
                 or proposal.base_len != ask.anchor_position
             ):
-                self._telemetry.record(M.BAD_PROPOSALS)
+                self._bad(
+                    f"proposal for session {proposal.session_id}, epoch {proposal.epoch}, base "
+                    f"{proposal.base_len}, which step {proposals.step_id} did not ask for"
+                )
             elif proposal.status != pb.Proposal.STATUS_OK:
                 self._refused(proposal)
             elif proposals.step_id != waited:
@@ -203,7 +212,19 @@ class DrafterClient:
     def _refused(self, proposal: pb.Proposal) -> None:
         lost = (pb.Proposal.STATUS_UNKNOWN_SESSION, pb.Proposal.STATUS_BASE_MISMATCH)
         wait = proposal.status not in lost
+        if proposal.status == pb.Proposal.STATUS_INVALID:
+            self._complain("the drafter refused what this verifier sent", proposal.detail)
         self._sync.restart(proposal.session_id, proposal.epoch, time.monotonic(), wait=wait)
+
+    def _bad(self, reason: str) -> None:
+        """Counts what broke the contract; the log hears of the first on every link."""
+        self._telemetry.record(M.BAD_PROPOSALS)
+        self._complain("the drafter broke its contract", reason)
+
+    def _complain(self, what: str, reason: str) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning(f"{what}; that draft is dropped", extra=fields(reason=reason))
 
     def _draft(self, proposal: pb.Proposal, ask: Ask) -> Draft | None:
         """The checked draft; None, counted, for one that breaks the contract."""
@@ -219,7 +240,7 @@ class DrafterClient:
             sampled=not sampling.greedy and sampling.mode is SamplingMode.REJECTION,
         )
         if isinstance(draft, str):
-            self._telemetry.record(M.BAD_PROPOSALS)
+            self._bad(draft)
             return None
         self._sync.drafted(proposal.session_id)
         return draft

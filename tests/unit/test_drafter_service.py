@@ -219,6 +219,18 @@ def test_a_second_hello_breaks_the_protocol(play: Any) -> None:
     play(scene)
 
 
+def test_a_stream_that_never_says_hello_is_ended(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter_svc.service._HELLO_TIMEOUT_S", 0.05)
+
+    async def scene(service: DrafterService) -> None:
+        error = await settle(draft(service, Peer(), Context()))
+        assert isinstance(error, DsparkError) and error.status == "DEADLINE_EXCEEDED"
+
+    play(scene)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_engine_ends_the_streams_and_the_process(
     play: Any, monkeypatch: pytest.MonkeyPatch
