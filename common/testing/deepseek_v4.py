@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4
 from common.testing.block_quant import quantise_fp8, quantise_mxfp4
 from common.testing.tiny import NUM_SPECIAL, _bigram_head, _Draw, _linear, _tokenizer
 
@@ -125,6 +126,7 @@ def tiny_deepseek_v4(
             "dspark_noise_token_id": vocab - NUM_SPECIAL,
             "dspark_target_layer_ids": list(range(max(0, len(layers) - 3), len(layers))),
             "dspark_markov_rank": config["hidden_size"],
+            **{key: value for key, value in changes.items() if key.startswith("dspark_")},
         }
     draw = _Draw(seed)
     tensors = _target(draw, config, layers, sharpness, noise)
@@ -161,6 +163,25 @@ def stored(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str
 
 _FP8_MODULES = {"wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3"}
 _FP8_MODULES |= {"main_proj", "e_proj", "h_proj"}
+
+
+def plain_weights(folder: Path) -> dict[str, Tensor]:
+    """Official names -> float32 weights, scales applied; for reference implementations."""
+    held = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    config = json.loads((folder / "config.json").read_text())
+    high, wide = config["quantization_config"]["weight_block_size"]
+    weights = {}
+    for name, value in held.items():
+        scale = held.get(f"{name.removesuffix('.weight')}.scale")
+        if name.endswith(".scale"):
+            continue
+        if scale is None:
+            weights[name] = value if value.dtype == torch.int64 else value.float()
+        elif value.dtype == torch.int8:
+            weights[name] = dequantise_mxfp4(name, value, scale)
+        else:
+            weights[name] = dequantise_fp8(name, value, scale, (high, wide))
+    return weights
 
 
 def _target(

@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DeepseekV4Config as ReferenceConfig
 from transformers import DeepseekV4ForCausalLM
 
-from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4
 from common.loading.safetensors_files import read_json
 from common.models.deepseek_v4.cache import DeepseekV4Cache, recent_blocks_needed
 from common.models.deepseek_v4.loading import load_deepseek_v4
 from common.models.deepseek_v4.model import DeepseekV4Target
 from common.nn.attention import AttentionBatch, Segment
-from common.testing.deepseek_v4 import tiny_deepseek_v4
+from common.testing.deepseek_v4 import plain_weights, tiny_deepseek_v4
 from common.testing.numeric import max_difference
 
 TOLERANCE = 1e-4
@@ -70,33 +68,12 @@ def reference_name(name: str) -> str:
     return f"model.{name}" if name.startswith("layers.") else name
 
 
-def plain_weights(folder: Path) -> dict[str, Tensor]:
-    """Official names -> float32 weights, scales applied; `mtp.*` left out."""
-    files = sorted(folder.glob("*.safetensors"))
-    held = {name: value for file in files for name, value in load_file(file).items()}
-    block = read_json(folder / "config.json")["quantization_config"]["weight_block_size"]
-    weights = {}
-    for name, value in held.items():
-        scale = held.get(f"{name.removesuffix('.weight')}.scale")
-        if name.startswith("mtp.") or name.endswith(".scale"):
-            continue
-        if value.dtype == torch.int64:
-            weights[name] = value
-        elif scale is None:
-            weights[name] = value.float()
-        elif value.dtype == torch.int8:
-            weights[name] = dequantise_mxfp4(name, value, scale)
-        else:
-            weights[name] = dequantise_fp8(name, value, scale, tuple(block))
-    return weights
-
-
 def reference_model(folder: Path) -> DeepseekV4ForCausalLM:
     raw = read_json(folder / "config.json")
     raw.pop("quantization_config")
     config = ReferenceConfig(**raw)
     config._attn_implementation = config._experts_implementation = "eager"
-    weights = plain_weights(folder)
+    weights = {k: v for k, v in plain_weights(folder).items() if not k.startswith("mtp.")}
     state: dict[str, Any] = {}
     for i in range(config.num_hidden_layers):
         own = f"layers.{i}.ffn.experts."

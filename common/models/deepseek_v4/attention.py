@@ -35,7 +35,8 @@ class Attention:
         d, heads, size = config.hidden_size, config.num_heads, config.head_dim
         groups, low = config.o_groups, config.o_lora_rank
         fused = f"{prefix}fused_wqa_wkv"
-        self.wqa_wkv = weights.linear(d, (fused, 0, config.q_lora_rank), (fused, 1, size))
+        self.wq_a = weights.linear(d, (fused, 0, config.q_lora_rank))
+        self.wkv = weights.linear(d, (fused, 1, size))
         self.q_norm = weights.norm(f"{prefix}q_norm", config.q_lora_rank)
         self.wq_b = weights.linear(config.q_lora_rank, (f"{prefix}wq_b", None, heads * size))
         self.kv_norm = weights.norm(f"{prefix}kv_norm", size)
@@ -53,11 +54,10 @@ class Attention:
     def __call__(self, x: Tensor, step: Step, state: LayerState) -> Tensor:
         """x: normed rows [T, d]. Writes everything that the rows leave behind; returns [T, d]."""
         turn = step.turn if self.compressor is None else step.compress_turn
-        q_low, kv = self.wqa_wkv(x).split([self.config.q_lora_rank, self.config.head_dim], dim=1)
-        q_low = self.q_norm(q_low)
+        q_low = self.q_norm(self.wq_a(x))
         q = self.wq_b(q_low).unflatten(1, (-1, self.config.head_dim))
         q = rotate(F.rms_norm(q, q.shape[2:], None, self.config.norm_eps), turn)
-        state.rows.index_copy_(0, step.slots, self._row(kv, turn))
+        state.rows.index_copy_(0, step.slots, self.key_rows(x, turn))
         places, exists = self._keys(x, q_low, step, state)
         # What does not exist points at the row itself: its own values are never another request's.
         places = places.where(exists, step.slots[:, None])
@@ -67,13 +67,9 @@ class Attention:
         low = torch.bmm(out.transpose(0, 1), self.wo_a).transpose(0, 1)
         return self.wo_b(low.reshape(x.shape[0], -1))
 
-    def context_row(self, x: Tensor, turn: Rotation) -> Tensor:
-        """Key-value rows [T, head_dim] of x [T, d] that is context alone: a drafter's features."""
-        kv = self.wqa_wkv(x)[:, self.config.q_lora_rank :]
-        return self._row(kv, turn)
-
-    def _row(self, kv: Tensor, turn: Rotation) -> Tensor:
-        return rotate(self.kv_norm(kv.contiguous())[:, None], turn).squeeze(1)
+    def key_rows(self, x: Tensor, turn: Rotation) -> Tensor:
+        """Key-value rows [T, head_dim] of x [T, d]."""
+        return rotate(self.kv_norm(self.wkv(x))[:, None], turn).squeeze(1)
 
     def _keys(self, x: Tensor, q_low: Tensor, step: Step, state: LayerState) -> Places:
         """Window first, entries next; entries lie behind the window rows of all requests."""

@@ -96,13 +96,15 @@ class DeepseekV4Cache:
         self,
         config: DeepseekV4Config,
         compressions: Sequence[Compression | None],
+        reach: int,
         num_blocks: int,
         kv_block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_recent_blocks: int | None = None,
     ) -> None:
-        """num_recent_blocks: blocks with room for window and raw rows; None: all of them.
+        """reach: how many positions back from its own a row looks at window and raw rows.
+        num_recent_blocks: blocks with room for window and raw rows; None: all of them.
 
         Whoever gives a number also calls `release` for blocks that requests give back. Raises
         StartupError if a block would hold a fraction of an entry.
@@ -116,7 +118,7 @@ class DeepseekV4Cache:
         self.num_blocks, self.kv_block_size = num_blocks, kv_block_size
         self.num_slots = num_blocks * kv_block_size
         self.dtype, self.device = dtype, torch.device(device)
-        self._reach = reach_of(config, compressions)
+        self._reach = reach
         self._recent = None if num_recent_blocks is None else RecentBlocks(num_recent_blocks)
         num_pages = num_blocks if num_recent_blocks is None else num_recent_blocks
         self.layers = [
@@ -155,7 +157,7 @@ class DeepseekV4Cache:
             self._recent.release(block_ids)
 
     def recent_places(self, segment: Segment) -> tuple[int, list[int]]:
-        """The first place of the block table that `segment` still looks at, and pages from it on."""
+        """First place of the block table that `segment` still looks at, and pages from there."""
         first, stop = self._recent_range(segment)
         blocks = list(segment.block_table[first:stop])
         return first, blocks if self._recent is None else [self._recent.page(b) for b in blocks]
@@ -174,16 +176,15 @@ class DeepseekV4Cache:
         return [block_table[p // size] * size + p % size for p in range(start, stop)]
 
 
-def reach_of(config: DeepseekV4Config, compressions: Sequence[Compression | None]) -> int:
-    """How many positions back from its own a row looks at window and raw rows."""
-    return max(config.sliding_window, *(c.span for c in compressions if c), 1) - 1
+def target_reach(config: DeepseekV4Config) -> int:
+    """How many positions back from its own a row of the target looks at window and raw rows."""
+    return max(config.sliding_window, *(c.span for c in config.compressions if c), 1) - 1
 
 
 def recent_blocks_needed(
     config: DeepseekV4Config, kv_block_size: int, max_requests: int, max_batch_tokens: int
 ) -> int:
     """`num_recent_blocks` that always suffices for so many live requests and rows per forward."""
-    reach = reach_of(config, config.compressions)
     # Blocks that `reach` rows touch, and one for how far a request may be set back.
-    per_request = -(-reach // kv_block_size) + 2
+    per_request = -(-target_reach(config) // kv_block_size) + 2
     return max_requests * per_request + -(-max_batch_tokens // kv_block_size)

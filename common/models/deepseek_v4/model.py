@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.models.deepseek_v4.attention import Attention
-from common.models.deepseek_v4.cache import DeepseekV4Cache, LayerState
+from common.models.deepseek_v4.cache import DeepseekV4Cache, LayerState, target_reach
 from common.models.deepseek_v4.config import Compression, DeepseekV4Config
 from common.models.deepseek_v4.mhc import HyperConnection, HyperHead
 from common.models.deepseek_v4.moe import MixtureOfExperts
@@ -83,6 +83,7 @@ class DeepseekV4Target:
         return DeepseekV4Cache(
             self.config,
             self.config.compressions,
+            target_reach(self.config),
             num_blocks,
             kv_block_size,
             self.dtype,

@@ -128,13 +128,14 @@ def step_of(
     kv: DeepseekV4Cache,
     rotaries: Rotaries,
     apart: bool = False,
+    kind: type[Step] = Step,
 ) -> Step:
-    """The step that `batch` describes."""
+    """The step that `batch` describes; its slots follow from positions and tables."""
     device, size, segments = batch.positions.device, kv.kv_block_size, batch.segments
     counts = torch.tensor([segment.num_query for segment in segments], device=device)
     used = [segment.block_table[: -(-segment.context_len // size)] for segment in segments]
     firsts, pages = zip(*map(kv.recent_places, segments), strict=True)
-    return Step(
+    return kind(
         token_ids=token_ids,
         positions=batch.positions,
         segment_of=torch.arange(len(counts), device=device).repeat_interleave(counts),

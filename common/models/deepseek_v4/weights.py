@@ -7,8 +7,10 @@ layer.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,26 +62,50 @@ def drafter_places(names: Iterable[str], expert_dtype: str) -> dict[ModelTensor,
 
 
 class DeepseekV4Weights(Checkpoint):
-    """The tensors of one role, target or drafter, by their place in the model."""
+    """The tensors of one role, target or drafter, by their place in the model.
+
+    Shards that hold nothing of the role are not opened, nor need they be there.
+    """
 
     def __init__(
         self,
         path: Path,
         config: DeepseekV4Config,
-        role: str,
+        role: Literal["target", "drafter"],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """role: "target" or "drafter"; the other's tensors are left out, as the report says."""
+        self.config, self._is_drafter = config, role == "drafter"
+        self._unopened: Counter[str] = Counter()  # file -> tensors that the index places there
         super().__init__(path, dtype, device)
-        self.config = config
-        find = {"target": target_places, "drafter": drafter_places}[role]
+        find = drafter_places if self._is_drafter else target_places
         self._places = find(self._where, config.expert_dtype)
-        mine = set(self._places.values())
         for name in self._where:
-            foreign = name.startswith("mtp.") if role == "target" else not name.startswith("mtp.")
-            if foreign and name not in mine:
+            if not self._concerns(name):
                 self.ignore(name)
+        for file, count in sorted(self._unopened.items()):
+            self.note(f"{file} not opened: its {count} tensors do not concern the {role}")
+
+    def _concerns(self, name: str) -> bool:
+        """Whether this role must have a place for the tensor."""
+        if self._is_drafter:
+            return name.startswith("mtp.") or name in ("embed.weight", "head.weight")
+        return not name.startswith("mtp.")
+
+    def _file_names(self) -> list[str]:
+        """The files that the role needs, once the whole index was checked."""
+        files = super()._file_names()
+        if self._index is not None:
+            needed = {file for name, file in self._index.items() if self._concerns(name)}
+            self._unopened = Counter(file for file in self._index.values() if file not in needed)
+            self._index = {name: file for name, file in self._index.items() if file in needed}
+            files = [file for file in files if file in needed]
+        return files
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors of the opened files."""
+        return list(self._where)
 
     def has(self, name: str, shard: int | None = None) -> bool:
         """Whether the checkpoint holds a tensor for this place."""
