@@ -53,50 +53,50 @@ def test_sampling_wishes_reach_the_drafter(rig: Any) -> None:
 def test_without_a_drafter_nothing_waits_and_one_that_comes_is_used(rig: Any) -> None:
     rig.on_loop(rig.client.start())
     drafts, took = rig.propose(rig.request())
-    assert not drafts.by_session and took < 0.02
+    assert not drafts.by_session and took < rig.timeout_s
     rig.serve()
     rig.eventually(lambda: rig.propose(rig.request())[0].by_session)
 
 
-def test_a_late_step_waits_no_longer_than_allowed_and_its_answer_is_dropped(rig: Any) -> None:
+def test_a_late_step_waits_no_longer_than_allowed_and_its_answer_is_dropped(hasty: Any) -> None:
     held: list[pb.Step] = []
 
     def hold_first(step: pb.Step) -> list[pb.DraftResponse]:
         held.append(step)
-        return [] if len(held) == 1 else [rig.proposals(held[0]), rig.proposals(step)]
+        return [] if len(held) == 1 else [hasty.proposals(held[0]), hasty.proposals(step)]
 
-    rig.connect(hold_first)
-    drafts, took = rig.propose(rig.request())
+    hasty.connect(hold_first)
+    drafts, took = hasty.propose(hasty.request())
     assert not drafts.by_session
-    assert rig.TIMEOUT_S <= took < rig.TIMEOUT_S + rig.SLACK_S
-    drafts, took = rig.propose(rig.request())
-    assert drafts.by_session[1].token_ids == (6, 7, 8, 9) and took < rig.TIMEOUT_S
-    assert rig.counts.of["draft_late.timeout"] == 1
-    assert rig.counts.of["stale_proposals"] == 1
+    assert hasty.timeout_s <= took < hasty.timeout_s + hasty.SLACK_S
+    drafts, took = hasty.propose(hasty.request())
+    assert drafts.by_session[1].token_ids == (6, 7, 8, 9) and took < hasty.timeout_s
+    assert hasty.counts.of["draft_late.timeout"] == 1
+    assert hasty.counts.of["stale_proposals"] == 1
 
 
-def test_a_slow_drafter_is_suspended_and_its_pong_brings_it_back(rig: Any) -> None:
-    fake, req = rig.connect(rig.silent, pongs=False), rig.request()
-    rig.suspend(req)
+def test_a_slow_drafter_is_suspended_and_its_pong_brings_it_back(hasty: Any) -> None:
+    fake, req = hasty.connect(hasty.silent, pongs=False), hasty.request()
+    hasty.suspend(req)
     num_steps = len(fake.steps)
-    drafts, took = rig.propose(req)
-    assert not drafts.by_session and took < 0.02
-    rig.eventually(lambda: fake.pings == 1)
-    rig.propose(req)
+    drafts, took = hasty.propose(req)
+    assert not drafts.by_session and took < hasty.timeout_s
+    hasty.eventually(lambda: fake.pings == 1)
+    hasty.propose(req)
     assert len(fake.steps) == num_steps  # nothing is sent while suspended
-    rig.client.release(req)
-    assert rig.state == "SUSPENDED"
-    fake.answer = rig.good
+    hasty.client.release(req)
+    assert hasty.state == "SUSPENDED"
+    fake.answer = hasty.good
     assert fake.context is not None
-    rig.on_loop(fake.context.write(pb.DraftResponse(pong=pb.Pong(nonce=1))))
-    rig.eventually(lambda: rig.propose(req)[0].by_session)
-    assert rig.state == "READY" and rig.changes == [True, False, True]
+    hasty.on_loop(fake.context.write(pb.DraftResponse(pong=pb.Pong(nonce=1))))
+    hasty.eventually(lambda: hasty.propose(req)[0].by_session)
+    assert hasty.state == "READY" and hasty.changes == [True, False, True]
     assert list(fake.steps[num_steps].close_ids) == [1]  # what could not be said before
 
 
-def test_a_frozen_drafter_stalls_nobody_and_thaws(rig: Any) -> None:
-    fake, req = rig.connect(), rig.request()
-    rig.propose(req)
+def test_a_frozen_drafter_stalls_nobody_and_thaws(hasty: Any) -> None:
+    fake, req = hasty.connect(), hasty.request()
+    hasty.propose(req)
 
     async def freeze() -> None:
         fake.reads.clear()
@@ -104,25 +104,25 @@ def test_a_frozen_drafter_stalls_nobody_and_thaws(rig: Any) -> None:
     async def thaw() -> None:
         fake.reads.set()
 
-    rig.on_loop(freeze())
+    hasty.on_loop(freeze())
     started = time.monotonic()
     for _ in range(50):
-        rig.propose(req)
-    assert time.monotonic() - started < 3 * (rig.TIMEOUT_S + rig.SLACK_S)
-    rig.on_loop(thaw())
-    rig.eventually(lambda: rig.propose(req)[0].by_session)
+        hasty.propose(req)
+    assert time.monotonic() - started < 3 * (hasty.timeout_s + hasty.SLACK_S)
+    hasty.on_loop(thaw())
+    hasty.eventually(lambda: hasty.propose(req)[0].by_session)
 
 
-def test_a_drafter_frozen_for_good_does_not_hold_up_the_end(rig: Any) -> None:
-    fake = rig.connect()
+def test_a_drafter_frozen_for_good_does_not_hold_up_the_end(hasty: Any) -> None:
+    fake = hasty.connect()
 
     async def freeze() -> None:
         fake.reads.clear()
 
-    rig.on_loop(freeze())
-    rig.propose(rig.request())
+    hasty.on_loop(freeze())
+    hasty.propose(hasty.request())
     started = time.monotonic()
-    rig.on_loop(rig.client.stop())
+    hasty.on_loop(hasty.client.stop())
     assert time.monotonic() - started < 2.0
 
 
@@ -132,7 +132,7 @@ def test_death_in_the_middle_of_a_wait_ends_the_wait(rig: Any) -> None:
     killer.start()
     drafts, took = rig.propose(rig.request())
     killer.join()
-    assert not drafts.by_session and took < rig.TIMEOUT_S
+    assert not drafts.by_session and took < rig.timeout_s
     assert rig.counts.of["draft_late.lost"] == 1
 
 
@@ -153,7 +153,7 @@ def test_a_drafter_of_another_contract_is_never_used(rig: Any) -> None:
     rig.on_loop(rig.client.start())
     rig.eventually(lambda: len(fake.hellos) >= 2)
     drafts, took = rig.propose(rig.request())
-    assert not drafts.by_session and took < 0.02 and not fake.steps
+    assert not drafts.by_session and took < rig.timeout_s and not fake.steps
     assert rig.counts.of["contract_mismatch"] >= 1 and rig.changes == []
     assert rig.state == "REFUSED" and "block_size: 7 here" in rig.client.status().detail
     rig.kill()
@@ -180,7 +180,7 @@ def test_a_lie_costs_its_own_draft_only(rig: Any, lie: str) -> None:
 
     rig.connect(lying)
     drafts, took = rig.propose(rig.request(1), rig.request(2))
-    assert list(drafts.by_session) == [2] and took < rig.TIMEOUT_S
+    assert list(drafts.by_session) == [2] and took < rig.timeout_s
     assert rig.counts.of["bad_proposals"] == 1
 
 
@@ -241,7 +241,7 @@ def test_an_evicted_session_waits_and_starts_from_row_0(rig: Any) -> None:
 def test_a_draining_drafter_is_left_politely(rig: Any) -> None:
     fake = rig.connect(lambda step: [pb.DraftResponse(drain=pb.Drain())])
     drafts, took = rig.propose(rig.request())
-    assert not drafts.by_session and took < rig.TIMEOUT_S
+    assert not drafts.by_session and took < rig.timeout_s
     rig.eventually(lambda: fake.byes == 1 and fake.num_open <= 1)
 
 
