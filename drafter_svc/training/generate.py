@@ -17,7 +17,13 @@ from tokenizers import Tokenizer
 
 from drafter_svc.training.prompts import OPENING, Prompt, chat_prefix, load_words, make_prompt
 from drafter_svc.training.settings import Settings, parse_settings
-from drafter_svc.training.shards import Text, list_shards, read_meta, write_shard
+from drafter_svc.training.shards import (
+    Text,
+    list_shards,
+    num_answer_tokens,
+    read_meta,
+    write_shard,
+)
 from drafter_svc.training.target import BatchTarget
 
 log = logging.getLogger("dspark.generate")
@@ -70,13 +76,12 @@ class Generator:
         self.num_shards = len(shards)
         self.next_prompt = read_meta(shards[-1])["next_prompt"] if shards else 0
         self.finished: list[Text] = []
-        self.num_written = 0
 
     def run(self) -> None:
         """Writes shards until the settings' token or time limit is reached."""
         began = noted = time.monotonic()
         self.slots = [self._start(row) for row in range(self.settings.num_slots)]
-        steps = done = 0
+        steps, done = 0, num_answer_tokens(self.settings.data)
         while True:
             done += self._step()
             steps += 1

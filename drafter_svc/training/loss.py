@@ -36,7 +36,7 @@ class _Distribution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         logits: Tensor,
         target_probs: Tensor,
@@ -56,7 +56,7 @@ class _Distribution(torch.autograd.Function):
         return total, cross_entropy, distance
 
     @staticmethod
-    def backward(ctx, grad_total, *_unused):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_total, *_unused):  # type: ignore[no-untyped-def]
         (grad,) = ctx.saved_tensors
         return grad * grad_total.to(grad.dtype), None, None, None
 
@@ -98,7 +98,7 @@ def dspark_loss(
     """
     weights = position_weights(logits.shape[1]).expand_as(valid) * valid
     scale = weights.sum().clamp(min=1e-9)
-    total, cross_entropy, distance = _Distribution.apply(  # type: ignore[no-untyped-call]
+    total, cross_entropy, distance = _Distribution.apply(
         logits.flatten(0, 1), target_probs.flatten(0, 1), labels.flatten(), weights.flatten()
     )
     distance = distance.view_as(valid)

@@ -226,6 +226,8 @@ class Drafter(nn.Module):
 
     d2t: Tensor
     embed: Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: DrafterConfig, embed: Tensor, d2t: Tensor) -> None:
         super().__init__()

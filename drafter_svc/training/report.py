@@ -136,6 +136,7 @@ def load_drafter(folder: Path, target: dict[str, Tensor]) -> Drafter:
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = DrafterConfig(**{name: raw[name] for name in DrafterConfig.__dataclass_fields__})
     tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] += torch.arange(config.draft_vocab_size)  # stored as offsets, see `export`
     drafter = Drafter(config, target["model.embed_tokens.weight"], tensors["d2t"])
     drafter.load_state_dict(
         {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}

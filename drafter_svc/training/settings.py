@@ -17,7 +17,7 @@ class Settings:
     num_slots: int = 96
     max_prompt: int = 160  # tokens, template included
     max_new: int = 320  # tokens
-    tokens: int = 2_000_000  # answer tokens
+    tokens: int = 600_000  # answer tokens
     minutes: float = 600.0
     threads: int = 1
     # The drafter: small enough that a block costs a few ms on one CPU thread.
@@ -31,8 +31,8 @@ class Settings:
     # Training.
     num_anchors: int = 128  # per text and visit
     texts_per_step: int = 4
-    steps: int = 5000
-    warmup: int = 100
+    steps: int = 5200
+    warmup: int = 150
     decay: float = 0.3  # share of the steps, at the end, in which the rate falls to zero
     learning_rate: float = 2e-3
     markov_rate: float = 5.0  # times the learning rate: its rows are seen rarely

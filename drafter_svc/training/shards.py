@@ -54,6 +54,15 @@ def list_shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
+def num_answer_tokens(folder: Path) -> int:
+    """Answer tokens in all complete shards."""
+    total = 0
+    for path in list_shards(folder):
+        with safe_open(path, "pt") as shard:
+            total += int(shard.get_tensor("starts")[-1] - shard.get_tensor("prompt_lens").sum())
+    return total
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """What the generator noted: taps, hidden_size, next_prompt, target."""
     with safe_open(path, "pt") as shard:

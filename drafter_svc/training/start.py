@@ -62,7 +62,7 @@ def new_drafter(
                 module.weight.normal_(std=module.in_features**-0.5)
         first = config.num_target_layers - config.num_hidden_layers
         for i, layer in enumerate(drafter.layers):
-            _copy_layer(layer, target, f"model.layers.{first + i}.")
+            _copy_layer(layer, target, f"model.layers.{first + i}.", config.intermediate_size)
         # Context rows start as the last tap with a little of the others mixed in.
         drafter.fc.weight.mul_(0.2)
         drafter.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
@@ -77,11 +77,10 @@ def new_drafter(
     return drafter
 
 
-def _copy_layer(layer: nn.Module, target: dict[str, Tensor], prefix: str) -> None:
-    """Copies a target layer; of its MLP the neurons with the largest weights, as many as fit."""
+def _copy_layer(layer: nn.Module, target: dict[str, Tensor], prefix: str, size: int) -> None:
+    """Copies a target layer; of its MLP the `size` neurons with the largest weights."""
     norms = [target[f"{prefix}mlp.{name}_proj.weight"].float() for name in ("gate", "up")]
     norms.append(target[f"{prefix}mlp.down_proj.weight"].float().T)
-    size = layer.mlp.gate_proj.out_features  # type: ignore[union-attr]
     strength = torch.stack([weight.norm(dim=1) for weight in norms]).prod(0)
     kept = strength.topk(size).indices.sort().values
     for name, parameter in layer.named_parameters():
