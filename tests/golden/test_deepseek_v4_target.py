@@ -215,7 +215,7 @@ def test_verify_rounds_with_rejections_in_ragged_batches(pair: Pair, bounded: bo
     num_recent = recent_blocks_needed(pair.model.config, BLOCK, 3, 60) if bounded else None
     draw, requests = random.Random(3), Requests(pair.model, num_recent=num_recent)
     texts, wants, ends = {}, {}, 0
-    for round_ in range(60):
+    for round_ in range(36):
         while len(texts) < 3:
             name = f"r{round_}-{len(texts)}"
             texts[name] = some_ids(draw.choice([20, 50, 120]), draw.randrange(1 << 30))
