@@ -33,15 +33,15 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
     return bits.bitwise_xor_(bits.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
 
 
-def _keys(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.Tensor:
-    """One well-mixed int64 per row."""
-    keys = _mix(seeds + to_int64(domain * _GOLDEN))
-    return _mix(keys.bitwise_xor_(_mix(positions * _GOLDEN)))
+def keys(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.Tensor:
+    """One well-mixed int64 per row: all that noise needs besides the token ids."""
+    mixed = _mix(seeds + to_int64(domain * _GOLDEN))
+    return _mix(mixed.bitwise_xor_(_mix(positions * _GOLDEN)))
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.Tensor:
     """Uniform in the open interval (0, 1), 52 bits. seeds, positions: [N] int64 -> [N] float64."""
-    bits = _keys(seeds, positions, domain).bitwise_right_shift(12).bitwise_and_((1 << 52) - 1)
+    bits = keys(seeds, positions, domain).bitwise_right_shift(12).bitwise_and_((1 << 52) - 1)
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
@@ -53,7 +53,12 @@ def exponential(
     seeds, positions: [N] int64; ids: [M] or [N, M] int64 -> [N, M] fp32. The arg-max over ids of
     probs / noise is a sample of probs (the "exponential race", equal to Gumbel-max).
     """
-    bits = _mix(_keys(seeds, positions, domain)[:, None] ^ (ids + 1) * _GOLDEN)
+    return exponential_of(keys(seeds, positions, domain), ids)
+
+
+def exponential_of(row_keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`exponential` of rows whose `keys` are at hand. row_keys: [N] int64 -> [N, M] fp32."""
+    bits = _mix(row_keys[:, None] ^ (ids + 1) * _GOLDEN)
     bits = bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     # The wide end (noise near 0, which wins races) keeps fp32's full relative precision.
     share = bits.to(torch.float32).add_(0.5).mul_(2.0**-52).clamp_(max=1.0 - 2.0**-24)

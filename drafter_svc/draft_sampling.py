@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.noise import DRAFT, TARGET, exponential, to_int64
+from common.noise import DRAFT, TARGET, exponential_of, keys, to_int64
 from drafter_svc.batcher import DraftMode, Sampling
 
 DEFAULT_TOP_K = 64
@@ -25,18 +25,19 @@ Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]  # ids and probs, [nu
 
 
 class BlockSampler:
-    """One block for each of R sessions; `pick` is called once per place, in order."""
+    """A block of `num_drafts` for each of R sessions; `pick` is called once per place, in order."""
 
     def __init__(
         self,
         wishes: Sequence[Sampling],
         anchor_positions: Sequence[int],
+        num_drafts: int,
         to_target_ids: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> None:
         self._to_target_ids = to_target_ids
         self._groups = [
-            _Group(mode, rows, wishes, anchor_positions, device)
+            _Group(mode, rows, wishes, anchor_positions, num_drafts, device)
             for mode in (DraftMode.SAMPLED, DraftMode.COUPLED)
             if (rows := [i for i, wish in enumerate(wishes) if wish.mode is mode])
         ]
@@ -76,6 +77,7 @@ class _Group:
         rows: list[int],
         wishes: Sequence[Sampling],
         anchor_positions: Sequence[int],
+        num_drafts: int,
         device: torch.device,
     ) -> None:
         own = [wishes[row] for row in rows]
@@ -85,9 +87,12 @@ class _Group:
         self.probs: list[Tensor] = []  # per place [rows, max top_k] fp32
         self.row_index = torch.tensor(rows, device=device)
         self._temperatures = torch.tensor([[wish.temperature] for wish in own], device=device)
-        self._seeds = torch.tensor([to_int64(wish.seed) for wish in own], device=device)
-        positions = [anchor_positions[row] + 1 for row in rows]
-        self._positions = torch.tensor(positions, device=device)  # of the first drafted token
+        seeds = torch.tensor([to_int64(wish.seed) for wish in own], device=device)
+        first = torch.tensor([anchor_positions[row] + 1 for row in rows], device=device)
+        positions = first + torch.arange(num_drafts, device=device)[:, None]  # of drafted tokens
+        domain = DRAFT if mode is DraftMode.SAMPLED else TARGET
+        noise_keys = keys(seeds.repeat(num_drafts), positions.flatten(), domain)
+        self._noise_keys = noise_keys.view(num_drafts, -1)
         widths = torch.tensor(self.top_ks, device=device)
         self._beyond = torch.arange(max(self.top_ks), device=device) >= widths[:, None]
         self._ragged = min(self.top_ks) < max(self.top_ks)
@@ -101,8 +106,7 @@ class _Group:
             values = values.masked_fill(self._beyond[:, :width], -torch.inf)
         probs = values.softmax(-1)
         ids = to_target_ids(top.indices)
-        domain = DRAFT if self.mode is DraftMode.SAMPLED else TARGET
-        race = probs / exponential(self._seeds, self._positions + place, domain, ids)
+        race = probs / exponential_of(self._noise_keys[place], ids)
         if self.mode is DraftMode.SAMPLED:
             self.ids.append(ids)
             self.probs.append(probs)

@@ -261,7 +261,7 @@ class DraftEngine:
             [wish.session.block_table for wish in wishes],
         )
         samplings = [wish.entry.sampling for wish in wishes]
-        sampler = BlockSampler(samplings, positions, model.to_target_ids, device)
+        sampler = BlockSampler(samplings, positions, num_drafts, model.to_target_ids, device)
         tokens, state = [anchors], model.start_state(len(wishes))
         for place in range(num_drafts):
             row = logits[:, place]

@@ -26,7 +26,7 @@ def test_tokens_follow_exactly_the_distribution_that_is_sent(
 ) -> None:
     num, row = 20_000, logits(1)
     wishes = [Sampling(DraftMode.SAMPLED, temperature, seed, top_k) for seed in range(num)]
-    sampler = BlockSampler(wishes, [5] * num, same, CPU)
+    sampler = BlockSampler(wishes, [5] * num, 3, same, CPU)
     tokens = sampler.pick(row.expand(num, -1), 0).numpy()
     candidates = sampler.candidates()
     ids, probs = candidates[0]
@@ -48,7 +48,7 @@ def test_every_row_keeps_its_own_top_k_and_sums_to_one() -> None:
         Sampling(DraftMode.COUPLED, 1.0, 3, 5),
         Sampling(DraftMode.SAMPLED, 1.0, 4, 0),  # the drafter's default: 64, here all 24
     ]
-    sampler, rows = BlockSampler(wishes, [3, 4, 5, 6, 7], same, CPU), logits(5)
+    sampler, rows = BlockSampler(wishes, [3, 4, 5, 6, 7], 3, same, CPU), logits(5)
     picked = [sampler.pick(rows, place) for place in range(3)]
     candidates = sampler.candidates()
     assert {row: c[0].shape for row, c in candidates.items()} == {0: (3, 2), 2: (3, 7), 4: (3, 24)}
@@ -63,7 +63,7 @@ def test_a_coupled_draft_is_the_verifiers_own_choice_when_both_agree_on_the_dist
     num, vocab, anchor = 300, 24, 41
     row = logits(num, vocab)
     wishes = [Sampling(DraftMode.COUPLED, 0.8, seed + 2**63, vocab) for seed in range(num)]
-    sampler = BlockSampler(wishes, [anchor] * num, same, CPU)
+    sampler = BlockSampler(wishes, [anchor] * num, 3, same, CPU)
     seeds = torch.tensor([to_int64(seed + 2**63) for seed in range(num)])
     for place in range(2):
         position = torch.full((num,), anchor + 1 + place)  # of the token being chosen
@@ -79,15 +79,15 @@ def test_a_draft_does_not_depend_on_its_neighbours() -> None:
         for seed, mode in enumerate([DraftMode.SAMPLED, DraftMode.COUPLED, DraftMode.GREEDY] * 3)
     ]
     rows = logits(len(wishes))
-    together = BlockSampler(wishes, range(len(wishes)), same, CPU).pick(rows, 1)
+    together = BlockSampler(wishes, range(len(wishes)), 3, same, CPU).pick(rows, 1)
     for i, wish in enumerate(wishes):
-        assert BlockSampler([wish], [i], same, CPU).pick(rows[i : i + 1], 1) == together[i]
+        assert BlockSampler([wish], [i], 3, same, CPU).pick(rows[i : i + 1], 1) == together[i]
 
 
 def test_draft_ids_are_mapped_to_target_ids() -> None:
     shifted = torch.arange(24) * 10
     wishes = [GREEDY, Sampling(DraftMode.SAMPLED, 1.0, 9, 3)]
-    sampler, rows = BlockSampler(wishes, [0, 0], lambda ids: shifted[ids], CPU), logits(2)
+    sampler, rows = BlockSampler(wishes, [0, 0], 3, lambda ids: shifted[ids], CPU), logits(2)
     tokens = sampler.pick(rows, 0)
     assert tokens[0] == 10 * rows[0].argmax()
     ids, _ = sampler.candidates()[1]
@@ -97,7 +97,7 @@ def test_draft_ids_are_mapped_to_target_ids() -> None:
 def test_sampled_noise_is_independent_of_the_targets() -> None:
     num, row = 4000, logits(1, 2)
     pair = [
-        BlockSampler([Sampling(mode, 1.0, seed, 2) for seed in range(num)], [0] * num, same, CPU)
+        BlockSampler([Sampling(mode, 1.0, seed, 2) for seed in range(num)], [0] * num, 3, same, CPU)
         for mode in (DraftMode.SAMPLED, DraftMode.COUPLED)
     ]
     sampled, coupled = (sampler.pick(row.expand(num, -1), 0).numpy() for sampler in pair)
