@@ -215,10 +215,10 @@ def test_verify_rounds_with_rejections_in_ragged_batches(pair: Pair, bounded: bo
     num_recent = recent_blocks_needed(pair.model.config, BLOCK, 3, 60) if bounded else None
     draw, requests = random.Random(3), Requests(pair.model, num_recent=num_recent)
     texts, wants, ends = {}, {}, 0
-    for round_ in range(36):
+    for round_ in range(48):
         while len(texts) < 3:
             name = f"r{round_}-{len(texts)}"
-            texts[name] = some_ids(draw.choice([20, 50, 120]), draw.randrange(1 << 30))
+            texts[name] = some_ids(draw.choice([20, 45, 70]), draw.randrange(1 << 30))
             wants[name] = pair.logits(texts[name])
         step, kept = {}, {}
         for name, text in texts.items():
@@ -239,7 +239,7 @@ def test_verify_rounds_with_rejections_in_ragged_batches(pair: Pair, bounded: bo
                 requests.drop(name)
                 del texts[name], wants[name]
                 ends += 1
-    assert ends >= 6, "requests should end and their blocks be used again"
+    assert ends >= 5, "requests should end and their blocks be used again"
 
 
 def test_batch_invariant_rows_are_equal_to_the_bit(pair: Pair) -> None:
