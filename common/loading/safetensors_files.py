@@ -135,10 +135,11 @@ class Checkpoint:
                 f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, its config.json "
                 f"asks for {list(shape)}"
             )
-        self._taken.add(name)
-        self._num_bytes += tensor.numel() * tensor.element_size()
-        dtype = _plain(tensor.dtype)
-        self._dtypes[dtype] = self._dtypes.get(dtype, 0) + 1
+        if name not in self._taken:
+            self._taken.add(name)
+            self._num_bytes += tensor.numel() * tensor.element_size()
+            dtype = _plain(tensor.dtype)
+            self._dtypes[dtype] = self._dtypes.get(dtype, 0) + 1
         return tensor
 
     def _file_names(self) -> list[str]:

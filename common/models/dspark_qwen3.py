@@ -24,7 +24,7 @@ from common.nn.attention import AttentionBatch, Segment
 from common.nn.block import Block, BlockShape, RMSNorm
 from common.nn.linear import Linear
 from common.nn.paged_kv import PagedKV
-from common.nn.rope import RopeConfig, Rotary, rope_config
+from common.nn.rope import RopeConfig, Rotary, rope_config, rotate
 
 ARCHITECTURE = "Qwen3DSparkModel"
 FAMILY = "qwen3_dspark"
@@ -146,6 +146,7 @@ class DSparkQwen3:
         self.blocks = [
             Block(config.block, i, f"layers.{i}.", weights.take) for i in range(config.num_layers)
         ]
+        self.context_proj = _context_proj(config, weights)
         self.norm = RMSNorm(weights.take("norm.weight", (d,)), config.block.norm_eps)
         self.lm_head = _lm_head(config, weights, target, self.embed_tokens)
         self.d2t = _d2t(config, weights).to(self.device)
@@ -178,9 +179,14 @@ class DSparkQwen3:
     @torch.inference_mode()
     def ingest(self, projected: Tensor, kv: PagedKV, slots: Tensor, positions: Tensor) -> None:
         """Writes every layer's context keys and values of rows `project(...)` [T, d]."""
+        shape = self.config.block
+        heads = (-1, self.config.num_layers, 2, shape.num_kv_heads, shape.head_dim)
+        keys_values = self.context_proj(projected).view(heads)
         rotation = self.rotary.rows(positions, projected.dtype)
-        for block in self.blocks:
-            kv.write(block.layer, slots, *block.keys_values(projected, rotation))
+        for i, block in enumerate(self.blocks):
+            k, v = keys_values[:, i].unbind(1)
+            assert block.k_norm is not None, "a Qwen3 block norms its keys"
+            kv.write(i, slots, rotate(block.k_norm(k), rotation), v)
 
     @torch.inference_mode()
     def block(
@@ -267,6 +273,16 @@ def _embedding(weights: Checkpoint, target: Checkpoint, shape: tuple[int, int]) 
     if "embed_tokens.weight" in weights:
         return weights.take("embed_tokens.weight", shape)
     return target.take("model.embed_tokens.weight", shape)
+
+
+def _context_proj(config: DrafterConfig, weights: Checkpoint) -> Linear:
+    """k and v of all layers as one product, [layers * 2 * kv width, d]: all that context costs."""
+    shape = config.block
+    width = shape.num_kv_heads * shape.head_dim
+    names = [f"layers.{i}.self_attn.{p}_proj" for i in range(config.num_layers) for p in "kv"]
+    weight = [weights.take(f"{name}.weight", (width, shape.hidden_size)) for name in names]
+    bias = [weights.take(f"{name}.bias", (width,)) for name in names if shape.attention_bias]
+    return Linear(torch.cat(weight), torch.cat(bias) if bias else None)
 
 
 def _lm_head(

@@ -177,12 +177,15 @@ def _attend_group(q: Tensor, kv: PagedKV, layer: int, group: _Group, scale: floa
     r, n, num_keys = group.num_requests, group.num_query, group.num_keys
     heads, head_dim = kv.num_kv_heads, kv.head_dim
     if group.keys is None:
-        k, v = kv.rows[layer][group.run].transpose(0, 1).unsqueeze(0).split(heads, dim=1)
+        k, v = kv.k_heads[layer][:, :, group.run], kv.v_heads[layer][:, :, group.run]
     else:
         flat = kv.rows[layer].view(-1, head_dim)
         k, v = flat.index_select(0, group.keys).view(2, r, heads, num_keys, head_dim).unbind()
-    own = q[group.rows].view(r, n, heads, -1, head_dim)
-    folded = own.transpose(1, 2).reshape(r, heads, -1, head_dim)
+    folded = q[group.rows].view(r * n, heads, -1, head_dim)
+    if n > 1:
+        folded = (
+            folded.view(r, n, heads, -1, head_dim).transpose(1, 2).reshape(r, heads, -1, head_dim)
+        )
     if group.fused:
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
     else:

@@ -76,8 +76,9 @@ class Block:
         self.k_norm = norm("self_attn.k_norm", size) if shape.qk_norm else None
         self.o_proj = linear(biased, ("self_attn.o_proj", d, num_q * size))
         self.mlp_norm = norm("post_attention_layernorm", d)
-        self.gate_proj = linear(mlp_biased, ("mlp.gate_proj", inner, d))
-        self.up_proj = linear(mlp_biased, ("mlp.up_proj", inner, d))
+        self.gate_up_proj = linear(
+            mlp_biased, ("mlp.gate_proj", inner, d), ("mlp.up_proj", inner, d)
+        )
         self.down_proj = linear(mlp_biased, ("mlp.down_proj", d, inner))
         self.scale = size**-0.5
 
@@ -85,14 +86,9 @@ class Block:
         """x: residual stream [T, d] -> the next one; writes keys and values of all rows."""
         q, k, v = self._qkv(self.input_norm(x), rotation)
         kv.write(self.layer, batch.slots, k, v)
-        x = self.o_proj.plus(attend(q, kv, self.layer, batch, self.scale).flatten(1), x)
-        inner = self.mlp_norm(x)
-        return self.down_proj.plus(self.up_proj.times(inner, self.gate_proj.silu(inner)), x)
-
-    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys (normed, rotated) and values of rows that only are context: a drafter's taps."""
-        _, k, v = self._qkv(x, rotation)
-        return k, v
+        x = self.o_proj(attend(q, kv, self.layer, batch, self.scale).flatten(1)).add_(x)
+        gate, up = self.gate_up_proj(self.mlp_norm(x)).chunk(2, dim=1)
+        return self.down_proj(F.silu(gate).mul_(up)).add_(x)
 
     def _qkv(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         num_q, num_kv = self.shape.num_heads, self.shape.num_kv_heads

@@ -20,8 +20,6 @@ class Linear:
     """y = x @ weight.T + bias. weight: [out, in]; x: [rows, in], contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.num_bytes = weight.numel() * weight.element_size()
         self._bias = bias
         self._packed = (
             weight.device.type == "cpu"
@@ -40,25 +38,6 @@ class Linear:
             return _pointwise(x, self._weight, self._bias, "none", _NO_SCALARS, "")
         return F.linear(x, self._weight, self._bias)
 
-    def silu(self, x: Tensor) -> Tensor:
-        """silu(self(x))."""
-        if self._packed:
-            return _pointwise(x, self._weight, self._bias, "swish", _NO_SCALARS, "")
-        return F.silu(F.linear(x, self._weight, self._bias), inplace=True)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """self(x) + other; other: [rows, out]."""
-        if self._packed:
-            return _binary(x, other, self._weight, self._bias, "add")
-        return F.linear(x, self._weight, self._bias).add_(other)
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """self(x) * other; other: [rows, out]."""
-        if self._packed:
-            return _binary(x, other, self._weight, self._bias, "mul")
-        return F.linear(x, self._weight, self._bias).mul_(other)
-
 
 _NO_SCALARS: list[float | None] = []
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
-_binary = torch.ops.mkldnn._linear_pointwise.binary

@@ -36,6 +36,9 @@ class PagedKV:
         )  # per layer [num_slots, 2 * num_kv_heads, head_dim]
         self.k: list[Tensor] = [rows[:, :num_kv_heads] for rows in self.rows]
         self.v: list[Tensor] = [rows[:, num_kv_heads:] for rows in self.rows]
+        # The same memory as kernels take it: [1, num_kv_heads, num_slots, head_dim].
+        self.k_heads: list[Tensor] = [k.transpose(0, 1).unsqueeze(0) for k in self.k]
+        self.v_heads: list[Tensor] = [v.transpose(0, 1).unsqueeze(0) for v in self.v]
 
     @property
     def num_bytes(self) -> int:

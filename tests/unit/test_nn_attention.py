@@ -101,20 +101,13 @@ def test_a_block_table_that_is_too_short_is_our_own_mistake() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 8, 40])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_and_its_fusions(dtype: torch.dtype, rows: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("width", [24, 1200], ids=["plain", "packed"])
+def test_linear(dtype: torch.dtype, rows: int, has_bias: bool, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(24, 16, generator=generator).to(dtype)
-    bias = torch.randn(24, generator=generator).to(dtype) if has_bias else None
-    x = torch.randn(rows, 16, generator=generator).to(dtype)
-    other = torch.randn(rows, 24, generator=generator).to(dtype)
-    linear = Linear(weight, bias)
+    weight = torch.randn(width, 64, generator=generator).to(dtype) / 8
+    bias = torch.randn(width, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(rows, 64, generator=generator).to(dtype)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    tolerance = 1e-5 if dtype == torch.float32 else 0.15  # bf16: one rounding of values up to 20
-    for found, expected in (
-        (linear(x), exact),
-        (linear.silu(x), exact * exact.sigmoid()),
-        (linear.plus(x, other), exact + other.double()),
-        (linear.times(x, other), exact * other.double()),
-    ):
-        assert found.dtype == dtype
-        assert max_difference(found, expected) < tolerance
+    found = Linear(weight, bias)(x)
+    assert found.dtype == dtype
+    assert max_difference(found, exact) < (1e-5 if dtype == torch.float32 else 0.03)
