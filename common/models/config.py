@@ -56,7 +56,7 @@ def target_config(path: Path, family: str, raw: Mapping[str, Any], qk_norm: bool
         max_context_len=rope.max_context_len,
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_token_ids(path, raw),
+        eos_token_ids=eos_token_ids(path, raw),
     )
 
 
@@ -108,7 +108,7 @@ def _refuse_unbuilt(raw: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json first, then config.json: one id or a list; empty if neither has."""
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}

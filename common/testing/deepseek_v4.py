@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4
 from common.testing.block_quant import quantise_fp8, quantise_mxfp4
-from common.testing.tiny import NUM_SPECIAL, _bigram_head, _Draw, _linear, _tokenizer
+from common.testing.tiny import NUM_SPECIAL, Draw, bigram_head, linear, tiny_tokenizer
 
 Kind = Literal["flash", "pro"]
 Drafter = Literal["dspark", "mtp", "none"]
@@ -128,7 +128,7 @@ def tiny_deepseek_v4(
             "dspark_markov_rank": config["hidden_size"],
             **{key: value for key, value in changes.items() if key.startswith("dspark_")},
         }
-    draw = _Draw(seed)
+    draw = Draw(seed)
     tensors = _target(draw, config, layers, sharpness, noise)
     for stage in range(STAGES[drafter]):
         layer = _layer(draw, config, ratio=0, by_token_id=False, noise=noise)
@@ -140,7 +140,7 @@ def tiny_deepseek_v4(
     _write(folder, config, stored(tensors, config))
     eos = {"bos_token_id": 0, "eos_token_id": vocab - 1, "do_sample": True, "temperature": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(eos))
-    _tokenizer(vocab).save(str(folder / "tokenizer.json"))
+    tiny_tokenizer(vocab).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -185,13 +185,13 @@ def plain_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _target(
-    draw: _Draw, config: Mapping[str, Any], layers: Sequence[int], sharpness: float, noise: float
+    draw: Draw, config: Mapping[str, Any], layers: Sequence[int], sharpness: float, noise: float
 ) -> dict[str, Tensor]:
     d, vocab = config["hidden_size"], config["vocab_size"]
     embedding = F.normalize(draw(vocab, d), dim=1) * d**0.5
     tensors = {
         "embed.weight": embedding,
-        "head.weight": _bigram_head(draw, embedding, sharpness),
+        "head.weight": bigram_head(draw, embedding, sharpness),
         "norm.weight": 1 + 0.1 * draw(d),
         **_mixing(draw, config, "hc_head", config["hc_mult"], 1),
     }
@@ -202,18 +202,18 @@ def _target(
 
 
 def _mixing(
-    draw: _Draw, config: Mapping[str, Any], name: str, rows: int, num_scales: int
+    draw: Draw, config: Mapping[str, Any], name: str, rows: int, num_scales: int
 ) -> dict[str, Tensor]:
     """A hyper-connection that is far from its initial values, so that a wrong index shows."""
     return {
-        f"{name}_fn": _linear(draw, rows, config["hc_mult"] * config["hidden_size"]),
+        f"{name}_fn": linear(draw, rows, config["hc_mult"] * config["hidden_size"]),
         f"{name}_base": draw(rows),
         f"{name}_scale": 1 + 0.5 * draw(num_scales),
     }
 
 
 def _layer(
-    draw: _Draw, config: Mapping[str, Any], ratio: int, by_token_id: bool, noise: float
+    draw: Draw, config: Mapping[str, Any], ratio: int, by_token_id: bool, noise: float
 ) -> dict[str, Tensor]:
     d, hc = config["hidden_size"], config["hc_mult"]
     attention = {f"attn.{k}": v for k, v in _attention(draw, config, ratio, noise).items()}
@@ -229,19 +229,19 @@ def _layer(
 
 
 def _attention(
-    draw: _Draw, config: Mapping[str, Any], ratio: int, noise: float
+    draw: Draw, config: Mapping[str, Any], ratio: int, noise: float
 ) -> dict[str, Tensor]:
     d, heads, size = (config[k] for k in ("hidden_size", "num_attention_heads", "head_dim"))
     low, groups, rank = (config[k] for k in ("q_lora_rank", "o_groups", "o_lora_rank"))
     tensors = {
-        "wq_a.weight": _linear(draw, low, d),
+        "wq_a.weight": linear(draw, low, d),
         "q_norm.weight": 1 + 0.1 * draw(low),
-        "wq_b.weight": _linear(draw, heads * size, low),
-        "wkv.weight": _linear(draw, size, d),
+        "wq_b.weight": linear(draw, heads * size, low),
+        "wkv.weight": linear(draw, size, d),
         "kv_norm.weight": 1.5 + 0.1 * draw(size),
         "attn_sink": draw(heads),
-        "wo_a.weight": _linear(draw, groups * rank, heads * size // groups),
-        "wo_b.weight": _linear(draw, d, groups * rank, noise),
+        "wo_a.weight": linear(draw, groups * rank, heads * size // groups),
+        "wo_b.weight": linear(draw, d, groups * rank, noise),
     }
     if ratio:
         rate = config.get("compress_rate_hca", 128) if ratio == 128 else ratio
@@ -249,32 +249,32 @@ def _attention(
     if ratio == 4:
         count, small = config["index_n_heads"], config["index_head_dim"]
         index = {
-            "wq_b.weight": _linear(draw, count * small, low),
-            "weights_proj.weight": _linear(draw, count, d),
+            "wq_b.weight": linear(draw, count * small, low),
+            "weights_proj.weight": linear(draw, count, d),
             **_compressor(draw, d, small, ratio, overlap=True),
         }
         tensors |= {f"indexer.{name}": value for name, value in index.items()}
     return tensors
 
 
-def _compressor(draw: _Draw, d: int, size: int, rate: int, overlap: bool) -> dict[str, Tensor]:
+def _compressor(draw: Draw, d: int, size: int, rate: int, overlap: bool) -> dict[str, Tensor]:
     channels = 2 * size if overlap else size
     return {
-        "compressor.wkv.weight": _linear(draw, channels, d),
-        "compressor.wgate.weight": _linear(draw, channels, d),
+        "compressor.wkv.weight": linear(draw, channels, d),
+        "compressor.wgate.weight": linear(draw, channels, d),
         "compressor.ape": draw(rate, channels),
         "compressor.norm.weight": 1.5 + 0.1 * draw(size),
     }
 
 
 def _experts(
-    draw: _Draw, config: Mapping[str, Any], by_token_id: bool, noise: float
+    draw: Draw, config: Mapping[str, Any], by_token_id: bool, noise: float
 ) -> dict[str, Tensor]:
     d, inner = config["hidden_size"], config["moe_intermediate_size"]
     count, chosen, vocab = (
         config[k] for k in ("n_routed_experts", "num_experts_per_tok", "vocab_size")
     )
-    tensors = {"gate.weight": _linear(draw, count, d, 2.0)}
+    tensors = {"gate.weight": linear(draw, count, d, 2.0)}
     if by_token_id:
         order = torch.rand(vocab, count, generator=draw.generator).argsort(1)
         tensors["gate.tid2eid"] = order[:, :chosen].contiguous()
@@ -282,14 +282,14 @@ def _experts(
         tensors["gate.bias"] = 0.3 * draw(count)
     for name in ("shared_experts", *(f"experts.{i}" for i in range(count))):
         # Large enough that the clamps bite.
-        tensors[f"{name}.w1.weight"] = _linear(draw, inner, d, 5.0)
-        tensors[f"{name}.w3.weight"] = _linear(draw, inner, d, 5.0)
-        tensors[f"{name}.w2.weight"] = _linear(draw, d, inner, noise / 10)
+        tensors[f"{name}.w1.weight"] = linear(draw, inner, d, 5.0)
+        tensors[f"{name}.w3.weight"] = linear(draw, inner, d, 5.0)
+        tensors[f"{name}.w2.weight"] = linear(draw, d, inner, noise / 10)
     return tensors
 
 
 def _dspark(
-    draw: _Draw, config: Mapping[str, Any], target: Mapping[str, Tensor], good: bool
+    draw: Draw, config: Mapping[str, Any], target: Mapping[str, Tensor], good: bool
 ) -> dict[str, Tensor]:
     d, vocab = config["hidden_size"], config["vocab_size"]
     w1 = F.rms_norm(target["embed.weight"], (d,), target["norm.weight"])
@@ -298,7 +298,7 @@ def _dspark(
         w1, w2 = draw(vocab, d), draw(vocab, d)
     last = f"mtp.{STAGES['dspark'] - 1}."
     return {
-        "mtp.0.main_proj.weight": _linear(draw, d, len(config["dspark_target_layer_ids"]) * d),
+        "mtp.0.main_proj.weight": linear(draw, d, len(config["dspark_target_layer_ids"]) * d),
         "mtp.0.main_norm.weight": 1 + 0.1 * draw(d),
         f"{last}norm.weight": 0.3 * (1 + 0.1 * draw(d)),
         **_mixing(draw, config, f"{last}hc_head", config["hc_mult"], 1),
@@ -308,10 +308,10 @@ def _dspark(
     }
 
 
-def _mtp(draw: _Draw, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _mtp(draw: Draw, config: Mapping[str, Any]) -> dict[str, Tensor]:
     d = config["hidden_size"]
     return {
-        **{f"mtp.0.{name}.weight": _linear(draw, d, d) for name in ("e_proj", "h_proj")},
+        **{f"mtp.0.{name}.weight": linear(draw, d, d) for name in ("e_proj", "h_proj")},
         **{f"mtp.0.{name}.weight": 1 + 0.1 * draw(d) for name in ("enorm", "hnorm", "norm")},
         **_mixing(draw, config, "mtp.0.hc_head", config["hc_mult"], 1),
     }

@@ -81,7 +81,7 @@ def tiny_target(
         "eos_token_id": vocab - 1,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    draw = _Draw(seed)
+    draw = Draw(seed)
     embedding = F.normalize(draw(vocab, hidden), dim=1) * hidden**0.5
     tensors = {
         "model.norm.weight": 1 + 0.1 * draw(hidden),
@@ -91,9 +91,9 @@ def tiny_target(
         layer = _layer(draw, config, noise, qk_norm=family == "qwen3")
         tensors |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
     if bigram:
-        tensors["lm_head.weight"] = _bigram_head(draw, embedding, sharpness)
+        tensors["lm_head.weight"] = bigram_head(draw, embedding, sharpness)
     _write(folder, config, {k: v.to(dtype) for k, v in tensors.items()}, num_shards)
-    _tokenizer(vocab).save(str(folder / "tokenizer.json"))
+    tiny_tokenizer(vocab).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -141,7 +141,7 @@ def tiny_drafter(
     known = {
         k: v.float() for f in target_folder.glob("*.safetensors") for k, v in load_file(f).items()
     }
-    draw = _Draw(seed)
+    draw = Draw(seed)
     tensors = _drafter_tensors(draw, config, known, good)
     if own_embedding:
         tensors["embed_tokens.weight"] = known["model.embed_tokens.weight"]
@@ -150,13 +150,13 @@ def tiny_drafter(
 
 
 def _drafter_tensors(
-    draw: "_Draw", config: Mapping[str, Any], known: Mapping[str, Tensor], good: bool
+    draw: "Draw", config: Mapping[str, Any], known: Mapping[str, Tensor], good: bool
 ) -> dict[str, Tensor]:
     hidden, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
     size = config["draft_vocab_size"]
     kept = torch.randperm(vocab, generator=draw.generator)[:size].sort().values
     tensors = {
-        "fc.weight": _linear(draw, hidden, len(config["target_layer_ids"]) * hidden),
+        "fc.weight": linear(draw, hidden, len(config["target_layer_ids"]) * hidden),
         "hidden_norm.weight": 1 + 0.1 * draw(hidden),
         "norm.weight": 1 + 0.1 * draw(hidden),
         "lm_head.weight": draw(size, hidden) * (0.1 if good else 1.0),
@@ -175,7 +175,7 @@ def _drafter_tensors(
     return tensors
 
 
-class _Draw:
+class Draw:
     """Standard normal tensors of any shape, one stream per seed."""
 
     def __init__(self, seed: int) -> None:
@@ -185,12 +185,12 @@ class _Draw:
         return torch.randn(shape, generator=self.generator)
 
 
-def _linear(draw: _Draw, rows: int, cols: int, scale: float = 1.0) -> Tensor:
+def linear(draw: Draw, rows: int, cols: int, scale: float = 1.0) -> Tensor:
     return draw(rows, cols) * (scale * cols**-0.5)
 
 
 def _layer(
-    draw: _Draw, config: Mapping[str, Any], out_scale: float, qk_norm: bool
+    draw: Draw, config: Mapping[str, Any], out_scale: float, qk_norm: bool
 ) -> dict[str, Tensor]:
     """One block; `out_scale` sizes what it adds to the residual stream."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -200,21 +200,21 @@ def _layer(
     )
     tensors = {
         "input_layernorm.weight": 1 + 0.1 * draw(hidden),
-        "self_attn.q_proj.weight": _linear(draw, q_width, hidden, 2.0),
-        "self_attn.k_proj.weight": _linear(draw, kv_width, hidden, 2.0),
-        "self_attn.v_proj.weight": _linear(draw, kv_width, hidden),
-        "self_attn.o_proj.weight": _linear(draw, hidden, q_width, out_scale),
+        "self_attn.q_proj.weight": linear(draw, q_width, hidden, 2.0),
+        "self_attn.k_proj.weight": linear(draw, kv_width, hidden, 2.0),
+        "self_attn.v_proj.weight": linear(draw, kv_width, hidden),
+        "self_attn.o_proj.weight": linear(draw, hidden, q_width, out_scale),
         "post_attention_layernorm.weight": 1 + 0.1 * draw(hidden),
-        "mlp.gate_proj.weight": _linear(draw, inner, hidden),
-        "mlp.up_proj.weight": _linear(draw, inner, hidden),
-        "mlp.down_proj.weight": _linear(draw, hidden, inner, 2 * out_scale),
+        "mlp.gate_proj.weight": linear(draw, inner, hidden),
+        "mlp.up_proj.weight": linear(draw, inner, hidden),
+        "mlp.down_proj.weight": linear(draw, hidden, inner, 2 * out_scale),
     }
     if qk_norm:
         tensors |= {f"self_attn.{n}_norm.weight": 1 + 0.1 * draw(head_dim) for n in "qk"}
     return tensors
 
 
-def _bigram_head(draw: _Draw, embedding: Tensor, sharpness: float) -> Tensor:
+def bigram_head(draw: Draw, embedding: Tensor, sharpness: float) -> Tensor:
     """Row next(t) looks for t's embedding; `next` is one cycle through all but the special ids."""
     vocab, hidden = embedding.shape
     order = torch.randperm(vocab - NUM_SPECIAL, generator=draw.generator)
@@ -224,7 +224,7 @@ def _bigram_head(draw: _Draw, embedding: Tensor, sharpness: float) -> Tensor:
 
 
 def _markov(
-    draw: _Draw, head: str, known: Mapping[str, Tensor], kept: Tensor, good: bool
+    draw: Draw, head: str, known: Mapping[str, Tensor], kept: Tensor, good: bool
 ) -> dict[str, Tensor]:
     """Good: W2 · W1[x] are the target's logits if its layers added nothing; rank = hidden size."""
     embedding, small = known["model.embed_tokens.weight"], 0.05
@@ -264,7 +264,7 @@ def _write(
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def _tokenizer(vocab: int) -> tokenizers.Tokenizer:
+def tiny_tokenizer(vocab: int) -> tokenizers.Tokenizer:
     """Byte-level BPE: letters, space, digits first, other bytes next, then pairs of letters."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     first = [*string.ascii_lowercase, "Ġ", *string.digits, *string.ascii_uppercase, ".", ",", "?"]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.errors import LoadError
-from common.loading.safetensors_files import read_json
-from common.models.config import positive
+from common.models.config import eos_token_ids, positive
 from common.nn.rope import RopeConfig, rope_config
 
 CSA_RATIO, HCA_RATIO = 4, 128  # how compress_ratios names the two kinds of compressed layers
@@ -124,7 +123,7 @@ def deepseek_v4_config(path: Path, raw: Mapping[str, Any]) -> DeepseekV4Config:
             size("max_position_embeddings"),
         ),
         compress_rope=_compress_rope(raw, rope_head_dim, where),
-        eos_token_ids=_eos_token_ids(path, raw),
+        eos_token_ids=eos_token_ids(path, raw),
         weight_block=_weight_block(raw, where),
         expert_dtype=str(raw.get("expert_dtype") or "fp4"),
     )
@@ -218,13 +217,3 @@ def _number(raw: Mapping[str, Any], key: str, where: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise LoadError(f"{where}: {key} is {value!r}; a positive number is needed")
     return float(value)
-
-
-def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json first, config.json next: one id or a list. Empty if in neither."""
-    file = path / "generation_config.json"
-    generation = read_json(file) if file.is_file() else {}
-    found = generation.get("eos_token_id", raw.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)

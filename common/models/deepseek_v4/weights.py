@@ -32,7 +32,6 @@ _OUTSIDE_LAYERS = {
     "hc_head_base": "model.hc_head_base",
     "hc_head_scale": "model.hc_head_scale",
 }
-Part = tuple[str, int | None]  # module name in the model, part of a stacked parameter
 
 
 def target_places(names: Iterable[str], expert_dtype: str) -> dict[ModelTensor, str]:
