@@ -9,16 +9,17 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from common.errors import DsparkError
+from common.errors import DsparkError, InvalidRequest
 from common.logs import fields
 from common.telemetry import M, Telemetry
 
@@ -41,9 +42,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
         kind = _kind(handler)
+        behaviour = self._guard(getattr(handler, kind), handler_call_details.method)
         return getattr(grpc, f"{kind}_rpc_method_handler")(
-            self._guard(getattr(handler, kind), handler_call_details.method),
-            request_deserializer=handler.request_deserializer,
+            behaviour,
+            request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -51,8 +53,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behaviour):
 
             async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                async with self._call(context, method), aclosing(behaviour(request, context)) as it:
-                    async for response in it:
+                async with (
+                    self._call(context, method),
+                    aclosing(behaviour(_checked(request), context)) as responses,
+                ):
+                    async for response in responses:
                         yield response
 
             return stream
@@ -60,7 +65,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             async with self._call(context, method):
-                return await behaviour(request, context)
+                return await behaviour(_checked(request), context)
 
         return call
 
@@ -113,6 +118,38 @@ def to_status(error: DsparkError) -> status_pb2.Status:
         detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         status.details.append(detail)
     return status
+
+
+class _Malformed:
+    """Stands for bytes that are no message; gRPC itself would end the call with UNKNOWN."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return deserialize
+
+
+def _checked(request: Any) -> Any:
+    """The request, or the requests of a stream; InvalidRequest where one could not be parsed."""
+    if isinstance(request, _Malformed):
+        raise InvalidRequest(f"{request.reason}; send the message that the .proto file describes")
+    return _all_checked(request) if isinstance(request, AsyncIterable) else request
+
+
+async def _all_checked(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
 
 
 def _kind(handler: grpc.RpcMethodHandler) -> str:

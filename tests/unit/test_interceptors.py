@@ -9,9 +9,12 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from common import errors
+from common.health import Health
 from common.interceptors import ErrorInterceptor
 from common.telemetry import M, Metric, Telemetry
 
@@ -174,6 +177,29 @@ def test_a_cancelled_stream_closes_its_generator_at_once(tmp_path: Path) -> None
             await asyncio.sleep(0.05)
             assert (M.RPCS, {"method": "/t/us", "code": "CANCELLED"}) in counts.seen
             assert M.INTERNAL_ERRORS not in [metric for metric, _ in counts.seen]
+
+    asyncio.run(check())
+
+
+def test_bytes_that_are_no_message_are_the_callers_fault(tmp_path: Path) -> None:
+    """Health has real messages: one unary call, and reflection is a stream of requests."""
+
+    async def check() -> None:
+        counts = Counts()
+        server = grpc.aio.server(interceptors=[ErrorInterceptor(counts)])
+        health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
+        reflection.enable_server_reflection((reflection.SERVICE_NAME,), server)
+        server.add_insecure_port(f"unix:{tmp_path}/s")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+            unary = channel.unary_unary("/grpc.health.v1.Health/Check")
+            stream = channel.stream_stream(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")
+            for call in (unary(b"\xff\xff"), stream(one(b"\xff\xff")).read()):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "Error parsing message" in (caught.value.details() or "")
+        await server.stop(0)
 
     asyncio.run(check())
 
