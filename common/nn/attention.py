@@ -6,8 +6,7 @@ repeated. Does not write keys, does not rotate, knows no model.
 
 Requests with few rows (decoding, verification, a draft block) run together: their keys are gathered
 into one padded batch. In bf16 on an AVX-512 CPU that takes half the time of a call per request,
-because a small product costs more to start than to compute. Long prompts, and float32 on CPU, run
-alone.
+because a small product costs more to start than to compute. Prompts run alone.
 """
 
 from collections.abc import Sequence
@@ -20,10 +19,9 @@ from torch import Tensor
 from common.nn.paged_kv import PagedKV
 
 MAX_GROUPED_ROWS = 16  # rows of a request that may share a padded batch
-MAX_GROUPED_KEYS = 16384  # padded keys of one batch: what a gather may take of the CPU's cache
-SMALL_PRODUCT = (
-    1200  # (rows + 1) * keys of a lone request up to which the fused CPU kernel is faster
-)
+# Padded keys of one batch: beyond, the gather costs more than it saves.
+MAX_GROUPED_KEYS = {torch.bfloat16: 16384, torch.float32: 2048}
+SMALL_PRODUCT = 1200  # (rows + 1) * keys of a lone bf16 request up to which the fused kernel wins
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class AttentionBatch:
     def groups(self, kv: PagedKV, shared: int) -> "list[_Group]":
         """How to run this batch; worked out on first use, the same for every layer."""
         if self._groups is None:
-            together = not self.isolated and (kv.dtype == torch.bfloat16 or kv.device.type != "cpu")
-            parts = _partition(self.segments) if together else [[s] for s in self.segments]
-            self._groups = [_group(part, kv, shared, self.causal, together) for part in parts]
+            limit = 0 if self.isolated else MAX_GROUPED_KEYS[kv.dtype]
+            parts = _partition(self.segments, limit)
+            self._groups = [_group(p, kv, shared, self.causal, self.isolated) for p in parts]
         return self._groups
 
 
@@ -89,8 +87,10 @@ class _Group:
     fused: bool  # scaled_dot_product_attention, not two products
 
 
-def _partition(segments: Sequence[Segment]) -> list[list[Segment]]:
+def _partition(segments: Sequence[Segment], max_keys: int) -> list[list[Segment]]:
     """Groups of segments with few rows and alike context lengths; the others alone."""
+    if len(segments) == 1 or not max_keys:
+        return [[s] for s in segments]
     parts = [[s] for s in segments if s.num_query > MAX_GROUPED_ROWS]
     few = sorted(
         (s for s in segments if s.num_query <= MAX_GROUPED_ROWS),
@@ -100,7 +100,7 @@ def _partition(segments: Sequence[Segment]) -> list[list[Segment]]:
     for segment in few:
         longest_allowed = 1.5 * open_part[0].context_len + 64 if open_part else 0
         num_keys = (len(open_part) + 1) * segment.context_len
-        if segment.context_len > longest_allowed or num_keys > MAX_GROUPED_KEYS:
+        if segment.context_len > longest_allowed or num_keys > max_keys:
             open_part = []
             parts.append(open_part)
         open_part.append(segment)
@@ -110,12 +110,12 @@ def _partition(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 
 def _group(
-    part: Sequence[Segment], kv: PagedKV, shared: int, causal: bool, together: bool
+    part: Sequence[Segment], kv: PagedKV, shared: int, causal: bool, isolated: bool
 ) -> _Group:
     n, num_keys = max(s.num_query for s in part), max(s.context_len for s in part)
-    on_cpu = kv.device.type == "cpu"
-    alone = len(part) == 1 and (n > MAX_GROUPED_ROWS or (n + 1) * num_keys <= SMALL_PRODUCT)
-    fused = alone or not together or not on_cpu
+    small = n > MAX_GROUPED_ROWS or (n + 1) * num_keys <= SMALL_PRODUCT
+    alone = len(part) == 1 and (small or kv.dtype == torch.float32)
+    fused = alone or isolated or kv.device.type != "cpu"
     first, last = part[0], part[-1]
     stop = last.query_start + last.num_query
     rows: slice | Tensor = slice(first.query_start, stop)
