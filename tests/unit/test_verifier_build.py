@@ -1,0 +1,113 @@
+"""What the verifier decides from config files, and what its building refuses; in this process."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import parse
+from common.errors import ConfigError, LoadError, StartupError
+from common.telemetry import Telemetry
+from common.testing.tiny import tiny_drafter, tiny_target
+from verifier_svc.build import build_service
+from verifier_svc.config import VerifierConfig
+from verifier_svc.planning import decide
+from verifier_svc.service import VerifierService
+
+LINK = ["--drafter", "unix:/nowhere"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target = tiny_target(folder / "target", max_len=256)
+    return target, tiny_drafter(folder / "draft", target)
+
+
+def settings(*flags: Any) -> VerifierConfig:
+    return parse(VerifierConfig, [str(f) for f in flags], prog="p", description="d", environ={})
+
+
+def build(config: VerifierConfig) -> VerifierService:
+    async def main() -> VerifierService:
+        return build_service(config, decide(config), Telemetry())
+
+    return asyncio.run(main())
+
+
+def test_the_plan_comes_from_the_configs(folders: tuple[Path, Path]) -> None:
+    target, draft = folders
+    plain = decide(settings("--model", target))
+    assert plain.max_drafts == 0 and plain.plan.method is None
+    drafted = decide(settings("--model", target, "--draft-model", draft, *LINK))
+    assert drafted.max_drafts == 4 and drafted.plan.draft == "separate"
+    told = json.loads(drafted.to_json())
+    assert told["plan"]["method"] == "dspark" and told["draft"]["block_size"] == 4
+    flags = ["--num-speculative-tokens", "2", "--k-policy", "lenient"]
+    lenient = decide(settings("--model", target, "--draft-model", draft, *LINK, *flags))
+    assert lenient.max_drafts == 2 and any("W01" in line for line in lenient.lines())
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        ([*LINK], "needs --draft-model"),
+        (["--sts", "f.json"], "no effect without --drafter"),
+        (["--kv-blocks", "8", "--kv-memory-mb", "8"], "give one of them"),
+        (["--max-running", "9", "--max-batch-tokens", "8"], "at least one row"),
+        (["--method", "eagl"], "is not known"),
+        (["--method", "ngram", "--num-speculative-tokens", "3"], "only drafts with 'dspark'"),
+        (["--draft-model", "DRAFT", "--method", "dspark"], "needs a drafter service"),
+        (["--draft-model", "TARGET", *LINK], "has nothing"),
+        (["--draft-model", "DRAFT", "--num-speculative-tokens", "2", *LINK], "2"),
+        (["--device", "tpu9"], "--device 'tpu9' is unknown"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--max-context-len", "300"], "--max-context-len 300 is above the 256"),
+        (["--draft-model", "DRAFT", "--sts", "/no/file", *LINK], "--sts /no/file cannot be read"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_weights_are_read(
+    folders: tuple[Path, Path], flags: list[str], fragment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def touched(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("verifier_svc.build.load_target", touched)
+    if flags == ["--device", "cuda"]:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    names = {"TARGET": folders[0], "DRAFT": folders[1]}
+    with pytest.raises(StartupError) as caught:
+        build(settings("--model", folders[0], *(names.get(flag, flag) for flag in flags)))
+    assert fragment in caught.value.message
+
+
+def test_checkpoints_that_lack_something_are_refused(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        build(settings("--model", tmp_path / "nothing"))
+    target = tiny_target(tmp_path / "t")
+    (target / "tokenizer.json").unlink()
+    with pytest.raises(LoadError, match=r"holds no tokenizer\.json"):
+        build(settings("--model", target))
+    wide = tiny_target(tmp_path / "w", hidden=256, layers=4)
+    flags = ["--kv-memory-mb", "1", "--kv-block-size", "1024"]
+    with pytest.raises(StartupError, match="one KV block of 1024 tokens takes 2097152 bytes"):
+        build(settings("--model", wide, *flags))
+
+
+def test_the_kv_cache_takes_what_it_may_and_bounds_the_context(
+    folders: tuple[Path, Path],
+) -> None:
+    target, draft = folders
+    small = build(settings("--model", target, "--dtype", "fp32", "--kv-blocks", "8"))
+    assert small._admission.limits.max_context_len == 8 * 16
+    # A token holds 2 layers x (k and v) x 2 heads x 8 values of fp32; with a drafter also one tap
+    # of 32 values.
+    plain = build(settings("--model", target, "--dtype", "fp32", "--kv-memory-mb", "1"))
+    assert plain._engine.gauges().num_kv_blocks == (1 << 20) // (256 * 16)
+    flags = ["--dtype", "fp32", "--kv-memory-mb", "1", "--draft-model", draft, *LINK]
+    drafted = build(settings("--model", target, *flags))
+    assert drafted._engine.gauges().num_kv_blocks == (1 << 20) // ((256 + 128) * 16)
