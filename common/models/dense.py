@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import StartupError
 from common.loading.safetensors_files import Checkpoint
 from common.models.config import TargetConfig
 from common.nn.attention import AttentionBatch, Segment
@@ -55,6 +56,8 @@ class DenseTarget:
         for i in range(config.num_layers):
             weights.ignore(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
         self.rotary = Rotary(config.rope, weights.device)
+        if numerics == "batch_invariant":
+            self._check_invariance()
 
     def new_kv(self, num_blocks: int, kv_block_size: int) -> PagedKV:
         """A cache that fits this model."""
@@ -90,6 +93,28 @@ class DenseTarget:
             return self.lm_head(self.norm(hidden)).float()
         parts = [self.lm_head(self.norm(_padded(part))) for part in hidden.split(SLICE)]
         return torch.cat(parts)[: hidden.shape[0]].float()
+
+    def _check_invariance(self) -> None:
+        """Kernels see fixed shapes; this asks them whether a row's place in a slice matters.
+
+        Raises StartupError if it does on this machine.
+        """
+        token_ids = torch.arange(SLICE, device=self.device) % self.config.vocab_size
+        segments = [Segment(i, 1, 1, (i,)) for i in range(SLICE)]
+        slots, positions = torch.arange(SLICE, device=self.device), torch.zeros_like(token_ids)
+        kv = self.new_kv(SLICE, 1)
+
+        def run(ids: Tensor) -> tuple[Tensor, Tensor]:
+            hidden, _ = self.forward(ids, kv, AttentionBatch(segments, slots, positions))
+            return hidden, self.logits(hidden)
+
+        turned = (x.roll(-3, 0) for x in run(token_ids.roll(3)))
+        if not all(torch.equal(a, b) for a, b in zip(run(token_ids), turned, strict=True)):
+            raise StartupError(
+                "batch-invariant numerics cannot be kept here: on this machine a matrix kernel "
+                f"rounds a row by its place among {SLICE} rows ({self.dtype}, {self.device}); "
+                "start without batch-invariant numerics"
+            )
 
     def _rows(
         self,

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import StartupError
 from common.models.dense import DenseTarget
 from common.models.registry import load_target
 from common.nn.attention import AttentionBatch, Segment
+from common.nn.linear import Linear
 from common.testing.numeric import first_mismatch
 from common.testing.tiny import Family, tiny_target
 
@@ -77,3 +79,18 @@ def test_rows_do_not_depend_on_their_company(checkpoint: Path, dtype: torch.dtyp
             assert not mismatch, f"{name} with {cuts=} {company=}: {mismatch}"
 
     check()
+
+
+def test_a_kernel_that_minds_a_rows_place_is_found_at_load(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Linear.__call__
+
+    def odd(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        y = honest(self, x)
+        y[5] *= 1 + 1e-6
+        return y
+
+    monkeypatch.setattr(Linear, "__call__", odd)
+    with pytest.raises(StartupError, match="rounds a row by its place among 8 rows"):
+        load_target(checkpoint, torch.float32, numerics="batch_invariant")
