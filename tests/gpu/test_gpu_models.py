@@ -21,7 +21,7 @@ TABLES = [[3, 0, 5], [2, 1, 7]]
 def draft_after_prefill(
     target_path: Path, drafter_path: Path, dtype: torch.dtype, device: str, numerics: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prefills two requests at once, ingests their taps, drafts one block. Target and base logits."""
+    """Prefills two requests, ingests their taps, drafts one block: target and draft logits."""
     target, _ = load_target(target_path, dtype, device, numerics)  # type: ignore[arg-type]
     drafter, _ = load_drafter(drafter_path, target_path, dtype, device)
     kv, draft_kv = target.new_kv(8, 4), drafter.new_kv(8, 4)
