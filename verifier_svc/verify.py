@@ -22,6 +22,7 @@ from verifier_svc.request import Plan, Request, SamplingMode, TokenLogprobs, Ver
 from verifier_svc.sampling.draw import inverse_cdf, race, raw_logprobs
 from verifier_svc.sampling.logits import adjust_
 from verifier_svc.sampling.probs import target_probs
+from verifier_svc.sampling.rowwise import arg_max
 from verifier_svc.sampling.state import Block, SamplingState
 
 
@@ -103,7 +104,7 @@ def _decide(logits: torch.Tensor, by_case: dict[_Case, list[Block]]) -> dict[int
     if plain:
         whole = sum(block.num_rows for block in plain) == logits.shape[0]
         rows = logits if whole else logits[_rows(plain, logits)]
-        outcomes |= _matches(plain, rows.argmax(1))
+        outcomes |= _matches(plain, arg_max(rows))
     others = [block for case in _Case if case > _Case.ARG_MAX for block in by_case[case]]
     if not others:
         return outcomes
@@ -112,7 +113,7 @@ def _decide(logits: torch.Tensor, by_case: dict[_Case, list[Block]]) -> dict[int
     adjusted = by_case[_Case.ADJUSTED_ARG_MAX]
     num_arg_max = sum(block.num_rows for block in adjusted)
     if adjusted:
-        outcomes |= _matches(adjusted, work[:num_arg_max].argmax(1))
+        outcomes |= _matches(adjusted, arg_max(work[:num_arg_max]))
     sampled = others[len(adjusted) :]
     if not sampled:
         return outcomes

@@ -6,6 +6,7 @@ import torch
 
 from common import noise
 from verifier_svc.request import TokenLogprobs
+from verifier_svc.sampling.rowwise import arg_max
 
 RACE_ALL = 0.125  # above this share of possible tokens, noise for the whole vocabulary is as cheap
 
@@ -29,7 +30,7 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> t
     num_possible = int((probs > 0).sum(1).max())
     if num_possible > RACE_ALL * vocab_size:
         ids = torch.arange(vocab_size, device=probs.device)
-        return (probs / noise.exponential(seeds, positions, noise.TARGET, ids)).argmax(1)
+        return arg_max(probs / noise.exponential(seeds, positions, noise.TARGET, ids))
     ids = probs.topk(num_possible, dim=1).indices.sort(1).values
     scores = probs.gather(1, ids) / noise.exponential(seeds, positions, noise.TARGET, ids)
     return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
