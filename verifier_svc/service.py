@@ -6,8 +6,9 @@ computes nothing: the engine's thread does. Knows the engine by four methods onl
 
 import asyncio
 import logging
+import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from verifier_svc.stream import Stream, Streams
 log = logging.getLogger(__name__)
 
 DRAFT_PATH = "draft-path"  # health name: SERVING while drafts can come
-LONG_TEXT_CHARS = 2_000  # tokenised off the loop above this: about a millisecond
+LONG_TEXT_CHARS = 2_000  # tokenised off the loop above this
 CUT_GRACE_S = 2.0  # for the engine to end what is cut, and for the ends to be delivered
 PULSE_S = 0.1  # how often health is looked at
 
@@ -121,9 +122,25 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             log.error("requests did not end", extra=fields(num_live=len(self._streams)))
         if self._pulse is not None:
             self._pulse.cancel()
-        await asyncio.to_thread(self._engine.stop)
+        await self._stop_engine()
         if self._draft_path is not None:
             await self._draft_path.stop()
+
+    async def _stop_engine(self) -> None:
+        """Bounded, on a thread that nobody waits for at exit: a step may hang in a device."""
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            self._engine.stop()
+            loop.call_soon_threadsafe(stopped.set)
+
+        threading.Thread(target=stop, name="engine-stop", daemon=True).start()
+        try:
+            async with asyncio.timeout(CUT_GRACE_S):
+                await stopped.wait()
+        except TimeoutError:
+            log.error("the engine's step does not end; leaving it behind")
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Takes one engine step's events; called on the loop thread."""
@@ -149,17 +166,20 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams one request; whatever ends the call early also ends the request."""
-        stream = await self._admit(request)
-        admitted = stream.request
+        self._check_serving()
+        stream = await self._streams.open(_request_id(request))
         reader = asyncio.current_task()
         assert reader is not None
         try:
+            admitted = await self._admit(request, stream.request_id)
+            self._check_serving()  # admission may have taken a while
+            stream.request = admitted
             self._engine.submit(admitted)
             await context.send_initial_metadata((("x-request-id", admitted.request_id),))
             await context.write(_started(admitted))
             # Not sooner: gRPC cannot send a status any more when its first write is cancelled.
             stream.attach(reader)
-            await self._relay(stream, context)
+            await self._relay(admitted, stream, context)
         except asyncio.CancelledError:
             if stream.error is None:
                 raise  # the client left or its deadline passed
@@ -168,7 +188,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             raise stream.error from None
         finally:
             self._streams.leave(stream)
-            self._observer.ended(admitted, context.invocation_metadata())
+            if stream.request is not None:
+                self._observer.ended(stream.request, context.invocation_metadata())
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Asks the engine; the streams end by themselves."""
@@ -199,36 +220,29 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             num_kv_blocks=gauges.num_kv_blocks,
         )
 
-    async def _admit(self, request: pb.GenerateRequest) -> Stream:
+    def _check_serving(self) -> None:
         if self._draining:
             raise Unavailable("this verifier is shutting down; try another replica")
         if (problem := self._engine.problem(self._stall_seconds)) is not None:
             raise Unavailable(f"{problem}; try another replica")
-        request_id = request.request_id or uuid.uuid4().hex
-        if not (request_id.isascii() and request_id.isprintable()):
-            raise InvalidRequest(
-                f"request_id {request_id!r} must be printable ASCII; choose another"
-            )
-        await self._streams.reserve(request_id)
-        prompt_ids = await self._prompt_ids(request)
-        admitted = self._admission.admit(_ask(request, request_id, prompt_ids))
-        await self._streams.reserve(request_id)  # others came in while the prompt was tokenised
-        return self._streams.open(admitted)
 
-    async def _prompt_ids(self, request: pb.GenerateRequest) -> list[int]:
-        if request.WhichOneof("prompt") != "text":
-            return list(request.token_ids.ids)
-        text, special = request.text, request.add_special_tokens
-        if len(text) <= LONG_TEXT_CHARS:
-            return self._tokenizer.encode(text, special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, special)
+    async def _admit(self, request: pb.GenerateRequest, request_id: str) -> Request:
+        """Tokenises off the loop what takes longer than about a millisecond."""
+        prompt_ids: Sequence[int] = request.token_ids.ids
+        if request.WhichOneof("prompt") == "text":
+            text, special = request.text, request.add_special_tokens
+            if len(text) <= LONG_TEXT_CHARS:
+                prompt_ids = self._tokenizer.encode(text, special)
+            else:
+                prompt_ids = await asyncio.to_thread(self._tokenizer.encode, text, special)
+        return self._admission.admit(_ask(request, request_id, prompt_ids))
 
-    async def _relay(self, stream: Stream, context: Any) -> None:
+    async def _relay(self, request: Request, stream: Stream, context: Any) -> None:
         """Writes events until the final one."""
         while True:
             event = await stream.next()
             if isinstance(event, Delta):
-                self._observer.delta(stream.request, event)
+                self._observer.delta(request, event)
                 await context.write(_delta(event))
             elif isinstance(event, Finished):
                 self._observer.finished(event)
@@ -236,7 +250,18 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 return
 
 
-def _ask(request: pb.GenerateRequest, request_id: str, prompt_ids: list[int]) -> Ask:
+def _request_id(request: pb.GenerateRequest) -> str:
+    """The client's, or a new one. It travels in metadata and logs, hence the limits."""
+    if not request.request_id:
+        return uuid.uuid4().hex
+    if not (request.request_id.isascii() and request.request_id.isprintable()):
+        raise InvalidRequest(
+            f"request_id {request.request_id!r} must be printable ASCII; choose another"
+        )
+    return request.request_id
+
+
+def _ask(request: pb.GenerateRequest, request_id: str, prompt_ids: Sequence[int]) -> Ask:
     """Absent optionals become None; admission knows the defaults."""
     sampling, stopping, speculation = request.sampling, request.stopping, request.speculation
     return Ask(

@@ -19,8 +19,9 @@ class Stream:
     never waits for a client.
     """
 
-    def __init__(self, request: Request, max_events: int) -> None:
-        self.request = request
+    def __init__(self, request_id: str, max_events: int) -> None:
+        self.request_id = request_id
+        self.request: Request | None = None  # set by the service just before it submits it
         self.ended = asyncio.Event()  # the engine has let go of the request
         self._events: deque[Event] = deque()
         self._max_events = max_events
@@ -38,6 +39,11 @@ class Stream:
         """From now on, `reader` is cancelled when the stream is cut: it may wait for its client."""
         self._reader = reader
 
+    @property
+    def detached(self) -> bool:
+        """Nobody reads any more."""
+        return self._detached
+
     def detach(self) -> None:
         """The client is gone: later events are dropped."""
         self._detached = True
@@ -50,7 +56,7 @@ class Stream:
         if len(self._events) >= self._max_events:
             self.detach()
             self._error = SlowConsumer(
-                f"request {self.request.request_id!r} was ended: the client left "
+                f"request {self.request_id!r} was ended: the client left "
                 f"{self._max_events} messages unread; read the stream as it comes"
             )
             if self._reader is not None:
@@ -74,7 +80,7 @@ class Stream:
 
 
 class Streams:
-    """All requests that the engine holds, by id. `abort` tells the engine to drop a request."""
+    """All calls that are admitted or about to be, by id; `abort` makes the engine drop one."""
 
     def __init__(self, max_live: int, max_events: int, abort: Callable[[Request], None]) -> None:
         self._by_id: dict[str, Stream] = {}
@@ -86,14 +92,13 @@ class Streams:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    async def reserve(self, request_id: str) -> None:
-        """Makes sure that the id is free and that there is room for one more request.
+    async def open(self, request_id: str) -> Stream:
+        """Takes the id and a place among `max_live`. Raises AlreadyExists or Overloaded.
 
-        An id whose client has just left is waited for (one engine step at most).
-        Raises AlreadyExists or Overloaded.
+        An id whose client has just left is waited for: one engine step at most.
         """
         while (live := self._by_id.get(request_id)) is not None:
-            if not live._detached:
+            if not live.detached:
                 raise AlreadyExists(
                     f"request_id {request_id!r} is live; wait for its end, abort it, or choose "
                     "another id"
@@ -104,12 +109,7 @@ class Streams:
                 f"{len(self._by_id)} requests are running or queued, which is all that is allowed; "
                 "try again later or on another replica"
             )
-
-    def open(self, request: Request) -> Stream:
-        """The stream of a request that is about to go to the engine; `reserve` came just before."""
-        assert request.request_id not in self._by_id, request.request_id
-        stream = Stream(request, self._max_events)
-        self._by_id[request.request_id] = stream
+        stream = self._by_id[request_id] = Stream(request_id, self._max_events)
         self._idle.clear()
         return stream
 
@@ -119,30 +119,39 @@ class Streams:
             stream = self._by_id.get(event.request_id)
             assert stream is not None, f"event for {event.request_id!r}, which ended before"
             if not stream.push(event):
-                self._abort(stream.request)
+                self._drop(stream)
             if isinstance(event, Finished | Failed):
-                del self._by_id[event.request_id]
-                stream.ended.set()
-        if not self._by_id:
-            self._idle.set()
+                self._remove(stream)
 
     def leave(self, stream: Stream) -> None:
-        """The client's call is over: the engine drops the request unless it ended by itself."""
-        if not stream.ended.is_set() and not stream._detached:
+        """The call is over: the engine drops the request unless that ended by itself."""
+        if stream.request is None:
+            self._remove(stream)  # it was refused before the engine knew of it
+        elif not stream.ended.is_set() and not stream.detached:
             stream.detach()
-            self._abort(stream.request)
+            self._drop(stream)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Asks the engine to end these; their streams get Finished with ABORT. Returns the live."""
-        live = [i for i in request_ids if i in self._by_id]
-        for request_id in live:
-            self._abort(self._by_id[request_id].request)
-        return live
+        live = [self._by_id[i] for i in request_ids if i in self._by_id]
+        return [stream.request_id for stream in live if self._drop(stream)]
 
     def abort_all(self) -> None:
         """Asks the engine to end everything."""
         self.abort(list(self._by_id))
 
     async def idle(self) -> None:
-        """Returns when the engine holds no request."""
+        """Returns when no call is left."""
         await self._idle.wait()
+
+    def _drop(self, stream: Stream) -> bool:
+        if stream.request is None:
+            return False  # still being admitted
+        self._abort(stream.request)
+        return True
+
+    def _remove(self, stream: Stream) -> None:
+        del self._by_id[stream.request_id]
+        stream.ended.set()
+        if not self._by_id:
+            self._idle.set()

@@ -42,8 +42,9 @@ class Table:
         )
 
     async def open(self, name: str) -> Stream:
-        await self.streams.reserve(name)
-        return self.streams.open(request(name))
+        stream = await self.streams.open(name)
+        stream.request = request(name)
+        return stream
 
 
 def loop_test(check: Callable[[Table], Awaitable[None]]) -> Callable[[], None]:
@@ -116,7 +117,7 @@ async def test_a_reader_that_lags_is_cut_and_its_request_aborted_once(table: Tab
 async def test_an_id_is_free_once_the_engine_has_let_go(table: Table) -> None:
     stream = await table.open("a")
     with pytest.raises(AlreadyExists, match="'a' is live"):
-        await table.streams.reserve("a")
+        await table.open("a")
     table.streams.leave(stream)
     assert table.aborted == ["a"]
     again = asyncio.ensure_future(table.open("a"))
@@ -132,13 +133,13 @@ async def test_an_id_is_free_once_the_engine_has_let_go(table: Table) -> None:
 async def test_a_full_table_refuses_with_a_time_to_come_back(table: Table) -> None:
     held = [await table.open(name) for name in "abcd"]
     with pytest.raises(Overloaded, match="4 requests are running or queued") as caught:
-        await table.streams.reserve("e")
+        await table.open("e")
     assert caught.value.retry_after_ms
     table.streams.leave(held[0])
     with pytest.raises(Overloaded):
-        await table.streams.reserve("e")  # the engine still holds it
+        await table.open("e")  # the engine still holds it
     table.streams.deliver([finished("a")])
-    await table.streams.reserve("e")
+    await table.open("e")
 
 
 @loop_test
@@ -155,3 +156,14 @@ async def test_idle_waits_for_the_last_request(table: Table) -> None:
     table.streams.deliver([finished("b")])
     await idle
     assert table.streams.abort(["a", "zz"]) == []
+
+
+@loop_test
+async def test_a_call_that_is_refused_before_the_engine_frees_its_place(table: Table) -> None:
+    stream = await table.streams.open("a")
+    assert table.streams.abort(["a"]) == [], "there is nothing to abort yet"
+    with pytest.raises(AlreadyExists):
+        await table.streams.open("a")
+    table.streams.leave(stream)
+    assert table.aborted == [] and len(table.streams) == 0
+    await table.streams.idle()
