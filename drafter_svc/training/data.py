@@ -140,12 +140,16 @@ class Packer:
         self.t2d[d2t] = torch.arange(len(d2t))
         self.block_size = block_size
 
+    def features(self, text: Text) -> Tensor:
+        """The used taps of all tokens that were run, side by side: [n - 1, m * d]."""
+        return torch.cat([text.states[:-1, c] for c in self.columns], dim=-1)
+
     def pack(self, texts: list[Text], anchors: list[Tensor]) -> Examples:
         """A step over these texts; features stay in the dtype of the stored states."""
         features, tokens, probs, valid = [], [], [], []
         for text, places in zip(texts, anchors, strict=True):
             num_rows = len(text.ids) - 1  # the last token was never run
-            features.append(torch.cat([text.states[:num_rows, c] for c in self.columns], dim=-1))
+            features.append(self.features(text))
             ahead = places[:, None] + torch.arange(self.block_size + 1)
             tokens.append(text.ids[ahead.clamp(max=num_rows)])
             valid.append(ahead[:, 1:] <= num_rows)

@@ -42,13 +42,18 @@ class _Distribution(torch.autograd.Function):
         target_probs: Tensor,
         labels: Tensor,
         weights: Tensor,
+        distill: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = torch.empty_like(logits)
         cross_entropy, distance = torch.empty(len(logits)), torch.empty(len(logits))
         for low in range(0, len(logits), CHUNK):
             some = slice(low, low + CHUNK)
             cross_entropy[some], distance[some], grad[some] = _chunk(
-                logits[some].float(), target_probs[some].float(), labels[some], weights[some]
+                logits[some].float(),
+                target_probs[some].float(),
+                labels[some],
+                weights[some],
+                distill,
             )
         total = (weights * (CE_WEIGHT * cross_entropy + L1_WEIGHT * distance)).sum()
         ctx.save_for_backward(grad)
@@ -58,26 +63,29 @@ class _Distribution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, *_unused):  # type: ignore[no-untyped-def]
         (grad,) = ctx.saved_tensors
-        return grad * grad_total.to(grad.dtype), None, None, None
+        return grad * grad_total.to(grad.dtype), None, None, None, None
 
 
 def _chunk(
-    logits: Tensor, target_probs: Tensor, labels: Tensor, weights: Tensor
+    logits: Tensor, target_probs: Tensor, labels: Tensor, weights: Tensor, distill: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy [n], L1 distance [n] and the gradient [n, V_draft] of their weighted sum."""
+    """Cross entropy [n], L1 distance [n] and the gradient [n, V_draft] of the weighted sum."""
     rows = torch.arange(len(logits))
     draft_probs = logits.softmax(-1)
     known = labels >= 0
     places = labels.clamp(min=0)
     cross_entropy = -draft_probs[rows, places].clamp(min=1e-30).log() * known
     gap = draft_probs - target_probs
-    distance = gap.abs().sum(-1) + (1 - target_probs.sum(-1)).clamp(min=0)
+    mass = target_probs.sum(-1)
+    distance = gap.abs().sum(-1) + (1 - mass).clamp(min=0)
     # d L1 / d z_j = q_j (s_j − Σ q_i s_i), s the sign of q − p;  d CE / d z_j = q_j − [j = label]
     signs = gap.sign_()
     signs.sub_((draft_probs * signs).sum(-1, keepdim=True)).mul_(L1_WEIGHT)
-    signs.add_(CE_WEIGHT * known.unsqueeze(-1))
+    signs.add_((CE_WEIGHT * known + distill * mass).unsqueeze(-1))
     grad = draft_probs.mul_(signs)
     grad[rows, places] -= CE_WEIGHT * known
+    if distill:
+        grad.sub_(distill * target_probs)
     return cross_entropy, distance, grad.mul_(weights.unsqueeze(-1))
 
 
@@ -87,19 +95,29 @@ def position_weights(block_size: int) -> Tensor:
 
 
 def dspark_loss(
-    logits: Tensor, confidence: Tensor, target_probs: Tensor, labels: Tensor, valid: Tensor
+    logits: Tensor,
+    confidence: Tensor,
+    target_probs: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    distill: float = 0.0,
 ) -> LossParts:
     """The loss of one step.
 
     logits: [A, B, V_draft]; confidence: [A, B] logits; target_probs: [A, B, V_draft], the target's
     distribution restricted to the draft vocabulary, not renormalised; labels: [A, B] draft ids of
     the true tokens, −1 where the draft vocabulary lacks them; valid: [A, B], False past a text's
-    end.
+    end. distill weighs an extra cross entropy of q against p, which the paper does not have: its
+    gradient q − p teaches more per row while q and p hardly overlap. The figures leave it out.
     """
     weights = position_weights(logits.shape[1]).expand_as(valid) * valid
     scale = weights.sum().clamp(min=1e-9)
     total, cross_entropy, distance = _Distribution.apply(
-        logits.flatten(0, 1), target_probs.flatten(0, 1), labels.flatten(), weights.flatten()
+        logits.flatten(0, 1),
+        target_probs.flatten(0, 1),
+        labels.flatten(),
+        weights.flatten(),
+        distill,
     )
     distance = distance.view_as(valid)
     agreement = (1 - distance / 2).clamp(0, 1)

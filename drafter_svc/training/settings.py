@@ -22,20 +22,23 @@ class Settings:
     threads: int = 1
     # The drafter: small enough that a block costs a few ms on one CPU thread.
     num_layers: int = 2
+    num_kv_heads: int = 9
     intermediate_size: int = 640
-    draft_vocab_size: int = 8192  # fewer would be cheaper, but every missing token ends a round
-    drafter_taps: list[int] = field(default_factory=lambda: [2, 16, 23, 28])  # some of `taps`
-    block_size: int = 6
+    draft_vocab_size: int = 7168  # fewer would be cheaper, but every missing token ends a round
+    drafter_taps: list[int] = field(default_factory=lambda: [2, 16, 28])  # some of `taps`
+    block_size: int = 4
     markov_rank: int = 32
     mask_token_id: int = 16  # <|empty_output|>: the tokenizer never writes it into text
     # Training.
-    num_anchors: int = 128  # per text and visit
+    num_anchors: int = 160  # per text and visit
     texts_per_step: int = 4
     steps: int = 5200
-    warmup: int = 150
+    warmup: int = 60
+    distill: float = 1.0  # weight at the start of an extra cross entropy against the target
+    distill_until: float = 0.5  # share of the steps after which the loss is the paper's alone
     decay: float = 0.3  # share of the steps, at the end, in which the rate falls to zero
-    learning_rate: float = 2e-3
-    markov_rate: float = 5.0  # times the learning rate: its rows are seen rarely
+    learning_rate: float = 3e-3
+    markov_rate: float = 3.0  # times the learning rate: its rows are seen rarely
     clip: float = 1.0
     seed: int = 0
     report_minutes: float = 5.0

@@ -28,6 +28,7 @@ from drafter_svc.training.start import drafter_config, new_drafter, target_tenso
 
 log = logging.getLogger("dspark.train")
 
+SAMPLE_TEXTS = 60
 STATE, PLACE = "train.safetensors", "train.json"
 
 
@@ -43,7 +44,10 @@ class Trainer:
         config = drafter_config(settings)
         tensors = load_file(settings.data / STATE) if saved else {}
         d2t = tensors["d2t"] if saved else self._draft_vocabulary(config.draft_vocab_size)
-        self.drafter: Drafter = new_drafter(config, self.target, d2t, settings.seed)
+        stored = read_meta(list_shards(settings.data)[0])["taps"]
+        head = self.target["lm_head.weight"]
+        self.packer = Packer(head, d2t, config.block_size, stored, config.target_layer_ids)
+        self.drafter: Drafter = new_drafter(config, self.target, d2t, self._sample(), settings.seed)
         named = self.drafter.named_parameters()
         self.weights = {name: weight for name, weight in named if weight.requires_grad}
         self.optimiser = torch.optim.AdamW(
@@ -58,9 +62,6 @@ class Trainer:
         )
         if saved:
             self._restore(tensors, saved)
-        stored = read_meta(list_shards(settings.data)[0])["taps"]
-        head = self.target["lm_head.weight"]
-        self.packer = Packer(head, d2t, config.block_size, stored, config.target_layer_ids)
         self.order = self._shuffled()
 
     def _draft_vocabulary(self, size: int) -> Tensor:
@@ -74,6 +75,16 @@ class Trainer:
     def _shuffled(self) -> list[int]:
         rng = torch.Generator().manual_seed(self.settings.seed * 1000 + self.epoch)
         return torch.randperm(len(self.corpus.training), generator=rng).tolist()
+
+    def _sample(self) -> Tensor:
+        """Tapped rows [n, m * d] of some texts, for the start; the first row of a text is odd."""
+        texts = [read_text(ref) for ref in self.corpus.training[:SAMPLE_TEXTS]]
+        return torch.cat([self.packer.features(text)[1:] for text in texts])
+
+    def distill(self) -> float:
+        """Weight of the extra cross entropy in this step: falls linearly to zero."""
+        s = self.settings
+        return s.distill * max(0.0, 1 - self.step / max(1.0, s.distill_until * s.steps))
 
     def rate(self) -> float:
         """Learning rate of this step: linear warm-up, constant, linear decay to zero."""
@@ -94,7 +105,12 @@ class Trainer:
         examples = self.packer.pack(texts, anchors)
         logits, confidence = self.drafter(examples.blocks)
         parts = dspark_loss(
-            logits, confidence, examples.target_probs, examples.labels, examples.valid
+            logits,
+            confidence,
+            examples.target_probs,
+            examples.labels,
+            examples.valid,
+            distill=self.distill(),
         )
         self.optimiser.zero_grad()
         parts.loss.backward()

@@ -22,6 +22,7 @@ def exported(tmp_path: Path) -> tuple[Path, Path]:
     settings = Settings(
         target=folder,
         drafter_taps=[0, 2],
+        num_kv_heads=2,
         intermediate_size=24,
         draft_vocab_size=20,
         block_size=4,
@@ -30,7 +31,9 @@ def exported(tmp_path: Path) -> tuple[Path, Path]:
     )
     counts = torch.arange(64).flip(0) ** 2
     d2t = draft_vocabulary(counts, 20, required=[50])
-    drafter = new_drafter(drafter_config(settings), target_tensors(folder), d2t, seed=0)
+    config, target = drafter_config(settings), target_tensors(folder)
+    sample = torch.randn(50, 2 * config.hidden_size)
+    drafter = new_drafter(config, target, d2t, sample, seed=0)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)

@@ -1,5 +1,6 @@
 """The training loss equals a straight-line reference, value and gradient."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +12,7 @@ from drafter_svc.training.loss import (
 )
 
 
-def reference(logits, confidence, target_probs, labels, valid):
+def reference(logits, confidence, target_probs, labels, valid, distill=0.0):
     """The formula, row by row, left to autograd."""
     total = conf = weight_sum = torch.zeros(())
     for a in range(logits.shape[0]):
@@ -25,7 +26,8 @@ def reference(logits, confidence, target_probs, labels, valid):
             ce = F.cross_entropy(logits[a, k], labels[a, k]) if label >= 0 else 0.0
             agreement = (1 - distance / 2).detach()
             bce = F.binary_cross_entropy_with_logits(confidence[a, k], agreement)
-            total = total + weight * (0.1 * ce + 0.9 * distance)
+            soft = -(target_probs[a, k] * logits[a, k].log_softmax(-1)).sum()
+            total = total + weight * (0.1 * ce + 0.9 * distance + distill * soft)
             conf = conf + weight * bce
             weight_sum = weight_sum + weight
     return (total + conf) / weight_sum
@@ -44,15 +46,17 @@ def example(num_blocks=5, block_size=4, size=300):
     return logits, confidence, target_probs, labels, valid
 
 
-def test_loss_and_gradient_equal_the_reference() -> None:
+@pytest.mark.parametrize("distill", [0.0, 0.7])
+def test_loss_and_gradient_equal_the_reference(distill: float) -> None:
     logits, confidence, target_probs, labels, valid = example(num_blocks=40)
     gradients, values = [], []
     for function in (reference, lambda *inputs: dspark_loss(*inputs).loss):
         inputs = [logits.clone().requires_grad_(), confidence.clone().requires_grad_()]
-        loss = function(*inputs, target_probs, labels, valid)
+        loss = function(*inputs, target_probs, labels, valid, distill)
         gradients.append(torch.autograd.grad(loss, inputs))
         values.append(loss.item())
-    assert abs(values[0] - values[1]) < 1e-5
+    if not distill:  # the extra term has a gradient but is no part of the reported loss
+        assert abs(values[0] - values[1]) < 1e-5
     for expected, got in zip(*gradients, strict=True):
         assert expected.abs().max() > 0
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-4)

@@ -76,6 +76,7 @@ def settings(tmp_path: Path) -> Settings:
         data=data,
         taps=[1, 3],
         drafter_taps=[1, 3],
+        num_kv_heads=2,
         intermediate_size=24,
         draft_vocab_size=20,
         block_size=3,
@@ -96,16 +97,15 @@ def run_steps(trainer: Trainer, count: int) -> None:
 
 def test_resumed_run_equals_the_uninterrupted_one(settings: Settings) -> None:
     whole = Trainer(settings)
-    run_steps(whole, 7)  # crosses an epoch: 11 training texts, two per step
-    assert whole.epoch == 1
-    first = Trainer(settings)
-    run_steps(first, 4)
-    first.save()
-    second = Trainer(settings)
-    assert second.step == 4
-    run_steps(second, 3)
+    run_steps(whole, 4)
+    whole.save()
+    resumed = Trainer(settings)
+    assert resumed.step == 4
+    for trainer in (whole, resumed):
+        run_steps(trainer, 3)
+        assert trainer.epoch == 1  # 11 training texts, two per step
     for name, tensor in whole.drafter.state_dict().items():
-        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+        assert torch.equal(tensor, resumed.drafter.state_dict()[name]), name
 
 
 def test_training_lowers_the_loss(settings: Settings) -> None:
