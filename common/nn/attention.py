@@ -117,9 +117,9 @@ def _group(
     alone = len(part) == 1 and (small or kv.dtype == torch.float32)
     fused = alone or isolated or kv.device.type != "cpu"
     first, last = part[0], part[-1]
-    stop = last.query_start + last.num_query
-    rows: slice | Tensor = slice(first.query_start, stop)
-    if stop - first.query_start != n * len(part):  # ragged, or other requests lie between
+    rows: slice | Tensor = slice(first.query_start, last.query_start + last.num_query)
+    in_line = [(first.query_start + i * n, n) for i in range(len(part))]
+    if in_line != [(s.query_start, s.num_query) for s in part]:  # ragged, or others lie between
         index = [s.query_start + min(i, s.num_query - 1) for s in part for i in range(n)]
         rows = torch.tensor(index, device=kv.device)
     run = _run_of(first, kv) if len(part) == 1 and fused else None

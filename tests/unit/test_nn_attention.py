@@ -69,6 +69,20 @@ def test_attention_equals_a_dense_loop(
     assert max_difference(attend(q, kv, 1, batch, 0.3), dense(q, kv, batch, 0.3, 1)) < tolerance
 
 
+def test_a_ragged_group_around_a_foreign_request_is_no_slice() -> None:
+    """Rows 3 and 1 belong together; 2 rows of a long request between them make 3 + 2 + 1 = 2 * 3."""
+    kv = PagedKV(1, 120, KV_BLOCK, 2, 8, torch.float32)
+    kv.rows[0].normal_()
+    segments = [
+        Segment(0, 3, 5, [0, 1]),
+        Segment(3, 2, 300, list(range(10, 85))),
+        Segment(5, 1, 4, [2]),
+    ]
+    batch = AttentionBatch(segments, torch.arange(6), torch.arange(6))
+    q = torch.randn(6, 4, 8)
+    assert max_difference(attend(q, kv, 0, batch, 0.3), dense(q, kv, batch, 0.3, 0)) < 1e-5
+
+
 def test_keys_past_the_context_are_not_read() -> None:
     kv = PagedKV(1, 4, KV_BLOCK, 1, 8, torch.float32)
     kv.rows[0].normal_()
