@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common import noise
+from common.noise import ACCEPT, RESIDUAL, uniform
 from verifier_svc.drafting import Drafts
 from verifier_svc.request import Plan, Request, SamplingMode, TokenLogprobs, Verdict
 from verifier_svc.sampling.draw import inverse_cdf, race, raw_logprobs
@@ -165,7 +165,7 @@ def _couple(probs: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def _sample(probs: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return inverse_cdf(probs, noise.uniform(*_keys(blocks, probs), noise.RESIDUAL))
+    return inverse_cdf(probs, uniform(*_keys(blocks, probs), RESIDUAL))
 
 
 def _reject(probs: torch.Tensor, blocks: Sequence[Block]) -> dict[int, Outcome]:
@@ -185,10 +185,10 @@ def _reject(probs: torch.Tensor, blocks: Sequence[Block]) -> dict[int, Outcome]:
     rows = (starts[:, None] + steps).where(in_block, 0)
     own = probs[rows, draft_ids].double()
     drafted = (candidate_probs * (candidate_ids == draft_ids[:, :, None])).sum(2)
-    uniforms = noise.uniform(
+    uniforms = uniform(
         seeds.repeat_interleave(len(steps)),
         (positions[:, None] + steps).flatten(),
-        noise.ACCEPT,
+        ACCEPT,
     ).view_as(own)
     accepts = (uniforms * drafted < own) & in_block
     num_accepted = accepts.cumprod(1).sum(1)
@@ -202,7 +202,7 @@ def _reject(probs: torch.Tensor, blocks: Sequence[Block]) -> dict[int, Outcome]:
     # No mass left: draft_probs >= target_probs everywhere, hence equal; the rejection was rounding.
     empty = residual.sum(1, keepdim=True) <= 0.0
     weights = torch.where(empty, last, residual)
-    token_ids = inverse_cdf(weights, noise.uniform(seeds, positions + num_accepted, noise.RESIDUAL))
+    token_ids = inverse_cdf(weights, uniform(seeds, positions + num_accepted, RESIDUAL))
     pairs = zip(num_accepted.tolist(), token_ids.tolist(), strict=True)
     return {block.index: outcome for block, outcome in zip(blocks, pairs, strict=True)}
 

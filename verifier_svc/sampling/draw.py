@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common import noise
+from common.noise import TARGET, exponential
 from verifier_svc.request import TokenLogprobs
 from verifier_svc.sampling.rowwise import arg_max
 
@@ -30,9 +30,9 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> t
     num_possible = int((probs > 0).sum(1).max())
     if num_possible > RACE_ALL * vocab_size:
         ids = torch.arange(vocab_size, device=probs.device)
-        return arg_max(probs / noise.exponential(seeds, positions, noise.TARGET, ids))
+        return arg_max(probs / exponential(seeds, positions, TARGET, ids))
     ids = probs.topk(num_possible, dim=1).indices.sort(1).values
-    scores = probs.gather(1, ids) / noise.exponential(seeds, positions, noise.TARGET, ids)
+    scores = probs.gather(1, ids) / exponential(seeds, positions, TARGET, ids)
     return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
 
 
