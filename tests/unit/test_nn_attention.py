@@ -70,13 +70,13 @@ def test_attention_equals_a_dense_loop(
 
 
 def test_a_ragged_group_around_a_foreign_request_is_no_slice() -> None:
-    """Rows 3 and 1 belong together; 2 rows of a long request between them make 3 + 2 + 1 = 2 * 3."""
+    """Rows 3 and 1 run together; a short request's 2 rows lie between: 3 + 2 + 1 is 2 * 3 too."""
     kv = PagedKV(1, 120, KV_BLOCK, 2, 8, torch.float32)
     kv.rows[0].normal_()
     segments = [
-        Segment(0, 3, 5, [0, 1]),
-        Segment(3, 2, 300, list(range(10, 85))),
-        Segment(5, 1, 4, [2]),
+        Segment(0, 3, 201, list(range(51))),
+        Segment(3, 2, 2, [60]),
+        Segment(5, 1, 200, list(range(61, 111))),
     ]
     batch = AttentionBatch(segments, torch.arange(6), torch.arange(6))
     q = torch.randn(6, 4, 8)
