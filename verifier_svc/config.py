@@ -65,7 +65,10 @@ class VerifierConfig:
         None, "tokens, prompt and output together; absent: the model's", low=2
     )
     max_stream_events: int = setting(
-        1024, "unread rounds per client before its request is ended", low=1, high=1_000_000
+        1024,
+        "unread rounds from which a client that takes none for 1 s is cut",
+        low=1,
+        high=1_000_000,
     )
     stall_seconds: float = setting(
         30.0, "seconds without a finished step, with work at hand, until NOT_SERVING", low=0.1

@@ -4,6 +4,7 @@ Loop thread only. Knows neither torch, grpc nor protobuf.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -11,12 +12,15 @@ from common.errors import AlreadyExists, DsparkError, Overloaded, SlowConsumer
 from verifier_svc.events import Event, Failed, Finished
 from verifier_svc.request import Request
 
+SLOW_AFTER_S = 1.0  # a client that takes nothing for so long, with a full queue, is cut
+
 
 class Stream:
     """One request's events on their way to its client.
 
-    Holds at most `max_events`; one more ends the request with SlowConsumer, because the engine
-    never waits for a client.
+    The engine never waits for a client. A request whose client leaves `max_events` unread and takes
+    none for a second is ended with SlowConsumer; while the client does take them, it is this
+    process that lags, and the queue may grow, at most to the request's own length.
     """
 
     def __init__(self, request_id: str, max_events: int) -> None:
@@ -27,6 +31,7 @@ class Stream:
         self._max_events = max_events
         self._reader: asyncio.Task[object] | None = None
         self._wakeup = asyncio.Event()
+        self._taken = time.monotonic()  # when the reader last came for an event
         self._error: DsparkError | None = None
         self._detached = False
 
@@ -53,14 +58,16 @@ class Stream:
         """Adds an event; False when the client is so far behind that the stream is now cut."""
         if self._detached:
             return True
-        if len(self._events) >= self._max_events:
+        full = len(self._events) >= self._max_events
+        if full and time.monotonic() - self._taken >= SLOW_AFTER_S:
+            num_unread = len(self._events)
             self.detach()
             self._error = SlowConsumer(
-                f"request {self.request_id!r} was ended: the client left "
-                f"{self._max_events} messages unread; read the stream as it comes"
+                f"request {self.request_id!r} was ended: the client left {num_unread} messages "
+                f"unread and took none for {SLOW_AFTER_S:g} s; read the stream as it comes"
             )
             if self._reader is not None:
-                self._reader.cancel()  # it may hang in a write that the client never takes
+                self._reader.cancel()  # it hangs in a write that the client does not take
             return False
         self._events.append(event)
         self._wakeup.set()
@@ -70,6 +77,7 @@ class Stream:
         """The next event, in order. Raises the error of a cut stream or of a Failed event."""
         if self._error is not None:
             raise self._error
+        self._taken = time.monotonic()
         while not self._events:
             self._wakeup.clear()
             await self._wakeup.wait()

@@ -74,7 +74,7 @@ def test_a_client_that_stops_reading_is_cut_and_hurts_nobody(served: Any, make_a
         with pytest.raises(grpc.RpcError) as caught:
             list(slow)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "'slow' was ended: the client left 16 messages unread" in caught.value.details()
+        assert "'slow' was ended: the client left" in caught.value.details()
 
 
 def test_a_live_request_id_is_refused_and_free_again_afterwards(served: Any, make_ask: Any) -> None:
