@@ -47,7 +47,8 @@ class Rig:
         self.drafter = drafter or NoDrafter()
         self.events: list[Event] = []
         width = len(taps) * model.config.hidden_size
-        features = FeatureStore(num_kv_blocks * kv_block_size, width, kv_block_size, dtype="fp32")
+        kv = model.new_kv(num_kv_blocks, kv_block_size)
+        features = FeatureStore(kv, width, dtype="fp32")
 
         def decoder_for(request: Request) -> TextDecoder:
             return StreamDecoder(tokenizer, request.token_ids) if tokenizer else NoText()
@@ -58,7 +59,7 @@ class Rig:
             decoder_for,
             self.drafter.release,
         )
-        self.runner = Runner(model, num_kv_blocks, kv_block_size, features, taps)
+        self.runner = Runner(model, kv, features, taps)
         self.engine = Engine(
             self.scheduler,
             self.runner,
@@ -129,7 +130,10 @@ def make_rig() -> Callable[..., Rig]:
 def tiny_models(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., tuple[DenseTarget, Path]]:
-    """`tiny_models(family, **sizes)`: a loaded fp32 model and its folder, made once per session."""
+    """`tiny_models(family, **sizes)`: a loaded model (fp32) and its folder, made once per session.
+
+    `numerics="batch_invariant"` loads it in bf16: the dtype in which that matters.
+    """
     made: dict[str, tuple[DenseTarget, Path]] = {}
 
     def get(
@@ -139,7 +143,8 @@ def tiny_models(
         if key not in made:
             folder = tmp_path_factory.mktemp("target")
             tiny_target(folder, family, **sizes)  # type: ignore[arg-type]
-            model, _ = load_target(folder, torch.float32, numerics=numerics)  # type: ignore[arg-type]
+            dtype = torch.float32 if numerics == "fast" else torch.bfloat16
+            model, _ = load_target(folder, dtype, numerics=numerics)  # type: ignore[arg-type]
             made[key] = (model, folder)
         return made[key]
 

@@ -235,6 +235,24 @@ def test_preempted_requests_answer_the_same(make_rig, tiny_models) -> None:
         assert one.token_ids == two.token_ids == three.token_ids
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bf16_ids_are_equal_where_rows_do_not_depend_on_company(
+    make_rig, tiny_models, family
+) -> None:
+    model, _ = tiny_models(family, "batch_invariant", vocab=VOCAB, noise=1.0, sharpness=1.0)
+    asks = [
+        {"prompt_ids": p, "temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+        for p in prompts(8, 11)
+    ]
+    alone = make_rig(model, max_running=1)
+    expected = alone.run([alone.ask(f"r{i}", **ask) for i, ask in enumerate(asks)])
+    sizes = {"max_batch_tokens": 20, "num_kv_blocks": 24}
+    _, rig, plain, drafted = both(make_rig, model, "wrong_at", asks, **sizes)
+    assert rig.scheduler.num_preemptions > 0 and num_accepted(drafted) > 0
+    for one, two, three in zip(expected, plain, drafted, strict=True):
+        assert one.token_ids == two.token_ids == three.token_ids
+
+
 def test_abort_between_steps_frees_everything(make_rig, tiny_models) -> None:
     model, folder = tiny_models()
     oracle = Oracle(SPOILERS["random"])
