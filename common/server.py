@@ -19,13 +19,12 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common import telemetry as telemetry_setup
 from common.config import ServiceConfig
 from common.errors import StartupError
 from common.health import Health
 from common.interceptors import ErrorInterceptor
 from common.logs import fields
-from common.telemetry import Telemetry
+from common.telemetry import Telemetry, start_telemetry
 
 log = logging.getLogger(__name__)
 
@@ -100,37 +99,41 @@ async def _serve(
     health_names: tuple[str, ...],
     options: tuple[tuple[str, int], ...],
 ) -> None:
-    telemetry = telemetry_setup.start(
+    telemetry = start_telemetry(
         name, otel=config.otel, metrics_port=config.metrics_port, metrics_host=config.metrics_host
     )
     try:
-        health = Health(*health_names)
         server = grpc.aio.server(interceptors=[ErrorInterceptor(telemetry)], options=options)
-        address = bind(server, config.listen)
-        service = build(telemetry)
         try:
-            service.register(server)
-            health_pb2_grpc.add_HealthServicer_to_server(health, server)
-            listed = (service.full_name, _HEALTH_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(listed, server)
-            await server.start()
-            await service.start(health)
-            log.info("serving", extra=fields(address=address))
-            await _until_signalled(server, service, health, config.drain_seconds)
+            address = bind(server, config.listen)
+            service = build(telemetry)
+            try:
+                health = Health(*health_names)
+                _register(server, service, health)
+                await server.start()
+                await service.start(health)
+                log.info("serving", extra=fields(address=address))
+                await _until_signalled(service, health, config.drain_seconds)
+            finally:
+                await service.close()
         finally:
-            await service.close()
-            await server.stop(WATCH_GRACE_S)
-            log.info("stopped")
+            await server.stop(WATCH_GRACE_S)  # removes the socket file
+        log.info("stopped")
     finally:
         telemetry.close()
+
+
+def _register(server: grpc.aio.Server, service: Service, health: Health) -> None:
+    service.register(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    listed = (service.full_name, _HEALTH_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(listed, server)
 
 
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
-async def _until_signalled(
-    server: grpc.aio.Server, service: Service, health: Health, drain_seconds: float
-) -> None:
+async def _until_signalled(service: Service, health: Health, drain_seconds: float) -> None:
     """First SIGTERM or SIGINT: drain. Second: cut at once."""
     loop = asyncio.get_running_loop()
     drain, cut = asyncio.Event(), asyncio.Event()

@@ -41,6 +41,8 @@ _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _ROUND_S = tuple(0.0001 * 2**i for i in range(16))  # 0.1 ms .. 3.3 s
 
+_LAST_EXPORT_MS = 2_000  # at the end, for a collector that may be down
+
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
     return Metric(name, Kind.COUNTER, help, labels)
@@ -118,7 +120,7 @@ class S:
 
 
 class Telemetry:
-    """Records metrics and spans; everything is a no-op unless `start` switched something on."""
+    """Records metrics and spans; does nothing unless `start_telemetry` switched something on."""
 
     def __init__(self) -> None:
         self._instruments: dict[Metric, Any] = {}
@@ -189,7 +191,7 @@ class Telemetry:
         self._stack.close()
 
 
-def start(
+def start_telemetry(
     service: str, *, otel: str = "off", metrics_port: int | None = None, metrics_host: str = ""
 ) -> Telemetry:
     """`otel` is "off", "console" or "otlp"; raises StartupError when the metrics port is taken."""
@@ -214,7 +216,7 @@ def _instruments(stack: ExitStack, readers: list[Any], resource: Any) -> dict[Me
     from opentelemetry.sdk.metrics import MeterProvider
 
     provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
-    stack.callback(provider.shutdown)
+    stack.callback(provider.shutdown, timeout_millis=_LAST_EXPORT_MS)
     meter = provider.get_meter("dspark")
     make = {
         Kind.COUNTER: lambda m: meter.create_counter(m.name, description=m.help),

@@ -3,9 +3,8 @@
 import logging
 import sys
 
-from common import logs
 from common.config import limit_threads, parse, run, unread_variables
-from common.logs import fields
+from common.logs import fields, setup
 from common.server import Service, serve
 from common.telemetry import Telemetry
 from verifier_svc.config import VerifierConfig
@@ -28,7 +27,7 @@ def _start() -> None:
         VerifierConfig, prog=PROG, description="Runs the target model and streams tokens."
     )
     limit_threads(config.service.threads)
-    logs.setup("verifier", config.service.log_format, config.service.log_level)
+    setup("verifier", config.service.log_format, config.service.log_level)
     if unread := unread_variables(VerifierConfig):
         log.warning("variables that no setting reads", extra=fields(names=", ".join(unread)))
     decision = decide(config)

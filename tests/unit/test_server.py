@@ -140,6 +140,17 @@ def test_a_drain_ends_by_time_or_by_a_second_signal(tmp_path: Path, second_signa
     assert service.happened == ["stop_admission", "close"]
 
 
+def test_a_build_that_fails_leaves_no_socket_behind(tmp_path: Path) -> None:
+    def build(telemetry: Telemetry) -> Echo:
+        assert (tmp_path / "s").exists(), "the address is claimed before anything is loaded"
+        raise StartupError("no weights")
+
+    with pytest.raises(StartupError, match="no weights"):
+        config = ServiceConfig(listen=f"unix:{tmp_path}/s")
+        serve(config, build, name="t", health_names=(NAME,), max_message_bytes=1 << 20)
+    assert not (tmp_path / "s").exists()
+
+
 def test_every_watcher_hears_every_change(tmp_path: Path) -> None:
     async def scenario(service: Echo, channel: grpc.aio.Channel) -> None:
         stub = health_pb2_grpc.HealthStub(channel)

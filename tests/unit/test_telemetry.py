@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common import telemetry
 from common.errors import StartupError
-from common.telemetry import METRICS, Kind, M, S
+from common.telemetry import METRICS, Kind, M, S, start_telemetry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +31,7 @@ def free_port() -> int:
 
 def test_off_imports_no_library_and_records_nothing() -> None:
     code = (
-        "import sys; from common import telemetry; t = telemetry.start('x');"
+        "import sys; from common import telemetry; t = telemetry.start_telemetry('x');"
         "t.record(telemetry.M.DRAFTS, 3); t.span('s', 0.0, 1.0); t.close();"
         "assert not t.counts and not t.traces;"
         "assert not [m for m in sys.modules if m.startswith(('opentelemetry', 'prometheus'))]"
@@ -42,7 +41,7 @@ def test_off_imports_no_library_and_records_nothing() -> None:
 
 def test_prometheus_gets_vllm_names_with_colons_and_ours() -> None:
     port = free_port()
-    recorder = telemetry.start("verifier", metrics_port=port, metrics_host="127.0.0.1")
+    recorder = start_telemetry("verifier", metrics_port=port, metrics_host="127.0.0.1")
     try:
         recorder.record(M.DRAFTS, 2)
         recorder.record(M.ACCEPTED_PER_POS, 5, position="0")
@@ -69,16 +68,16 @@ def test_prometheus_gets_vllm_names_with_colons_and_ours() -> None:
 
 def test_a_taken_metrics_port_is_a_startup_error() -> None:
     port = free_port()
-    first = telemetry.start("a", metrics_port=port, metrics_host="127.0.0.1")
+    first = start_telemetry("a", metrics_port=port, metrics_host="127.0.0.1")
     try:
         with pytest.raises(StartupError, match=f"--metrics-port {port}"):
-            telemetry.start("b", metrics_port=port, metrics_host="127.0.0.1")
+            start_telemetry("b", metrics_port=port, metrics_host="127.0.0.1")
     finally:
         first.close()
 
 
 def test_labels_must_be_those_declared() -> None:
-    recorder = telemetry.start("a", metrics_port=free_port(), metrics_host="127.0.0.1")
+    recorder = start_telemetry("a", metrics_port=free_port(), metrics_host="127.0.0.1")
     try:
         with pytest.raises(AssertionError, match="part"):
             recorder.record(M.ROUND, 0.1, step="forward")
@@ -87,7 +86,7 @@ def test_labels_must_be_those_declared() -> None:
 
 
 def test_spans_carry_parent_children_and_times(capfd: pytest.CaptureFixture[str]) -> None:
-    recorder = telemetry.start("verifier", otel="console")
+    recorder = start_telemetry("verifier", otel="console")
     now = time.monotonic()
     parent = ("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01")
     recorder.span(
