@@ -104,20 +104,22 @@ async def _serve(
     )
     try:
         server = grpc.aio.server(interceptors=[ErrorInterceptor(telemetry)], options=options)
+        address = bind(server, config.listen)
         try:
-            address = bind(server, config.listen)
             service = build(telemetry)
-            try:
-                health = Health(*health_names)
-                _register(server, service, health)
-                await server.start()
-                await service.start(health)
-                log.info("serving", extra=fields(address=address))
-                await _until_signalled(service, health, config.drain_seconds)
-            finally:
-                await service.close()
+        except BaseException:
+            _abandon_socket(config.listen)
+            raise
+        try:
+            health = Health(*health_names)
+            _register(server, service, health)
+            await server.start()
+            await service.start(health)
+            log.info("serving", extra=fields(address=address))
+            await _until_signalled(service, health, config.drain_seconds)
         finally:
-            await server.stop(WATCH_GRACE_S)  # removes the socket file
+            await service.close()
+            await server.stop(WATCH_GRACE_S)
         log.info("stopped")
     finally:
         telemetry.close()
@@ -165,6 +167,12 @@ def bind(server: grpc.aio.Server, listen: str) -> str:
     except RuntimeError as error:
         raise StartupError(f"--listen {listen} cannot be served: {error}") from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _abandon_socket(listen: str) -> None:
+    """gRPC removes the socket file of a server that was started, and of no other."""
+    if listen.startswith("unix:"):
+        Path(listen.removeprefix("unix:")).unlink(missing_ok=True)
 
 
 def _probe_port(listen: str) -> None:
