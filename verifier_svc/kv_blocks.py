@@ -4,7 +4,7 @@ Pure bookkeeping of integers; the tensors live in common/nn/paged_kv.py. Positio
 slot `block_table[p // kv_block_size] * kv_block_size + p % kv_block_size`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from verifier_svc.request import Request
 
@@ -17,11 +17,18 @@ class KVBlocks:
     which leaves both it and its neighbour room to grow.
     """
 
-    def __init__(self, num_blocks: int, kv_block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        kv_block_size: int,
+        released: Callable[[list[int]], None] = lambda block_ids: None,
+    ) -> None:
+        """`released` hears of blocks that became free, before anyone gets them again."""
         assert num_blocks > 0 and kv_block_size > 0, (num_blocks, kv_block_size)
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         self.num_free = num_blocks
+        self._released = released
         self._is_free = [True] * num_blocks + [False]  # a sentinel ends the last run
 
     def blocks_for(self, num_positions: int) -> int:
@@ -50,15 +57,14 @@ class KVBlocks:
     def shrink(self, request: Request, num_positions: int) -> None:
         """Rolls back: whole blocks past [0, num_positions) are free again."""
         keep = self.blocks_for(num_positions)
-        while len(request.block_table) > keep:
-            self._is_free[request.block_table.pop()] = True
-            self.num_free += 1
-
-    def check(self, holders: Iterable[Request]) -> None:
-        """Asserts the invariant over all requests that may hold blocks."""
-        held = sorted(block for request in holders for block in request.block_table)
-        taken = [block for block in range(self.num_blocks) if not self._is_free[block]]
-        assert held == taken and len(taken) == self.num_blocks - self.num_free, (held, taken)
+        freed = request.block_table[keep:]
+        if not freed:
+            return
+        del request.block_table[keep:]
+        for block in freed:
+            self._is_free[block] = True
+        self.num_free += len(freed)
+        self._released(freed)
 
     def _place(self, num_blocks: int) -> int:
         """Where a run of `num_blocks` does best: the longest free run, off its taken neighbour."""

@@ -86,7 +86,9 @@ class Rig:
             if not self.scheduler.has_work:
                 break
             self.events += self.engine.step()
-            self.scheduler.kv_blocks.check(self.scheduler.live)
+            held = [block for r in self.scheduler.live for block in r.block_table]
+            kv_blocks = self.scheduler.kv_blocks
+            assert len(set(held)) == len(held) == kv_blocks.num_blocks - kv_blocks.num_free
         assert not self.scheduler.has_work, f"not finished after {max_steps} steps"
         assert self.scheduler.kv_blocks.num_free == self.scheduler.kv_blocks.num_blocks
         for request in requests:
