@@ -7,6 +7,7 @@ are imported only when something is switched on; otherwise recording is one attr
 """
 
 import enum
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _ROUND_S = tuple(0.0001 * 2**i for i in range(16))  # 0.1 ms .. 3.3 s
 
-_LAST_EXPORT_MS = 2_000  # at the end, for a collector that may be down
+_LAST_EXPORT_S = 2.0  # at the end, for a collector that may be down
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
@@ -125,7 +126,8 @@ class Telemetry:
     def __init__(self) -> None:
         self._instruments: dict[Metric, Any] = {}
         self._tracer: Any = None
-        self._stack = ExitStack()
+        self._stack = ExitStack()  # endpoints
+        self._providers: list[Any] = []  # OpenTelemetry's, shut down first
 
     @property
     def counts(self) -> bool:
@@ -188,6 +190,16 @@ class Telemetry:
         """Flushes and stops exporters and the Prometheus endpoint. Idempotent."""
         self._instruments = {}
         self._tracer = None
+        last = [
+            threading.Thread(target=provider.shutdown, name="last-export", daemon=True)
+            for provider in self._providers
+        ]
+        self._providers = []
+        for thread in last:
+            thread.start()
+        deadline = time.monotonic() + _LAST_EXPORT_S
+        for thread in last:  # not for the retries of an exporter that nobody answers
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._stack.close()
 
 
@@ -207,16 +219,16 @@ def start_telemetry(
         readers.append(_prometheus(telemetry._stack, metrics_host, metrics_port))
     if otel != "off":
         readers.append(_push_reader(otel))
-        telemetry._tracer = _tracer(telemetry._stack, otel, resource)
-    telemetry._instruments = _instruments(telemetry._stack, readers, resource)
+        telemetry._tracer = _tracer(telemetry._providers, otel, resource)
+    telemetry._instruments = _instruments(telemetry._providers, readers, resource)
     return telemetry
 
 
-def _instruments(stack: ExitStack, readers: list[Any], resource: Any) -> dict[Metric, Any]:
+def _instruments(providers: list[Any], readers: list[Any], resource: Any) -> dict[Metric, Any]:
     from opentelemetry.sdk.metrics import MeterProvider
 
     provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
-    stack.callback(provider.shutdown, timeout_millis=_LAST_EXPORT_MS)
+    providers.append(provider)
     meter = provider.get_meter("dspark")
     make = {
         Kind.COUNTER: lambda m: meter.create_counter(m.name, description=m.help),
@@ -232,7 +244,7 @@ def _instruments(stack: ExitStack, readers: list[Any], resource: Any) -> dict[Me
     return instruments
 
 
-def _tracer(stack: ExitStack, otel: str, resource: Any) -> Any:
+def _tracer(providers: list[Any], otel: str, resource: Any) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import (
         BatchSpanProcessor,
@@ -249,7 +261,7 @@ def _tracer(stack: ExitStack, otel: str, resource: Any) -> Any:
         exporter = OTLPSpanExporter()
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    stack.callback(provider.shutdown)
+    providers.append(provider)
     return provider.get_tracer("dspark")
 
 

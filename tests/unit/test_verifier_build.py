@@ -94,7 +94,7 @@ def test_checkpoints_that_lack_something_are_refused(
         build(settings("--model", target))
     wide = tiny_target(tmp_path / "w", hidden=256, layers=4)
     flags = ["--kv-memory-mb", "1", "--kv-block-size", "1024"]
-    with pytest.raises(StartupError, match="one KV block of 1024 tokens takes 2097152 bytes"):
+    with pytest.raises(StartupError, match="takes 2097152 bytes, more than --kv-memory-mb 1"):
         build(settings("--model", wide, *flags))
 
 
