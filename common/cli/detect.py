@@ -5,6 +5,7 @@ index only, imports neither torch nor grpc.
 """
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from common.detect.api import resolve
 from common.detect.files import detect_checkpoint, read_checkpoint_config
 from common.detect.k_rules import POLICIES
 from common.detect.padding import Padding, config_padding
+from common.detect.refusal import one_line
 from common.detect.report import Row, padding_rows, plan_rows, verdict_rows
 from common.detect.verdict import Plan, Remark, Verdict
 from common.errors import ConfigError
@@ -60,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Examines, prints, and returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths in names this terminal lacks
     answer = _examine(args)
     if args.json:
         print(json.dumps(_as_json(answer, args), indent=2))
@@ -151,9 +155,9 @@ def _print_table(answer: _Answer, args: argparse.Namespace) -> None:
     for label, text in rows:
         print(f"  {_paint(label.ljust(width), _DIM)}  {text}")
     for remark in answer.remarks("notes"):
-        print(f"  {_paint(f'note {remark.code}', _DIM)}  {remark.message}")
+        print(f"  {_paint(f'note {remark.code}', _DIM)}  {one_line(remark.message)}")
     for remark in answer.remarks("warnings"):
-        print(f"  {_paint(f'warning {remark.code}', _YELLOW)}  {remark.message}")
+        print(f"  {_paint(f'warning {remark.code}', _YELLOW)}  {one_line(remark.message)}")
     for error in answer.errors:
         print(f"  {_paint(f'refused {error.code}', _RED)}  {error.message}")
 

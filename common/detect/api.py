@@ -25,6 +25,7 @@ message. Every refusal is a `common.errors.ConfigError` with one of these codes:
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -57,7 +58,7 @@ def detect(
     verdict = _classify(source)
     names = tensor_index.draft_names(index)
     if names is not None and verdict.kind != "drafter" and deepseek_v4.is_v4(source):
-        dtype = deepseek_v4.expert_dtype(source.config)
+        dtype = deepseek_v4.expert_dtype(source)
         verdict = tensor_index.second_opinion(verdict, names, dtype)
     return _name_remark(deepseek_v4.stage_remark(verdict))
 
@@ -88,7 +89,7 @@ def _not_hugging_face(source: Source) -> ConfigError:
     return refuse(
         "E23",
         f"{show(source.name)}: neither `architectures` nor `model_type` is there; keys found: "
-        f"{show(sorted(map(str, source.config))[:8])}. This looks like a reference "
+        f"{show(list(islice(source.config, 8)))}. This looks like a reference "
         "implementation's own config, not a Hugging Face one.",
         f"{hint} with `model_type`, e.g. 'deepseek_v4'",
     )

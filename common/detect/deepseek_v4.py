@@ -48,12 +48,11 @@ def prefixed_body(source: Source) -> str | None:
     return None
 
 
-def expert_dtype(config: Config) -> str:
+def expert_dtype(source: Source) -> str:
     """Storage of routed experts, "fp4" unless said otherwise; V4.1 says it beside the quantiser."""
-    quantisation = config.get("quantization_config")
-    nested = quantisation.get("expert_dtype") if isinstance(quantisation, Mapping) else None
-    value = config.get("expert_dtype") or nested
-    return value if isinstance(value, str) else "fp4"
+    places = (source.config, source.text, _quantisation(source))
+    values = (place.get("expert_dtype") for place in places)
+    return next((value for value in values if isinstance(value, str)), "fp4")
 
 
 def read_dspark(source: Source, body_name: str) -> Verdict:
@@ -71,25 +70,34 @@ def read_dspark(source: Source, body_name: str) -> Verdict:
             "export without draft stages"
         )
         hints, warnings = ("keys_without_stages",), (Remark("W08", text),)
-        return replace(_described(source), num_nextn=0, hints=hints, warnings=warnings)
+        return replace(_described(source, reader), num_nextn=0, hints=hints, warnings=warnings)
     _require_all(body, body_name)
     heads = read_heads(source, reader, lowest_tap=0, lowest_rank=1, confidence=True)
-    sections = (body_name, "" if body_name else "text_config")
-    num_layers, depth_path = source.located_size("num_hidden_layers", *sections)
-    vocab_size, vocab_path = source.located_size("vocab_size", *sections)
     taps = heads.target_layer_ids
     assert heads.block_size and taps and heads.markov_rank, heads  # by _require_all
-    check_tap_range(taps, num_layers, reader.sources["target_layer_ids"], depth_path)
-    check_filler(heads.filler_token_id, vocab_size, reader.sources["filler_token_id"], vocab_path)
+    target = _described(source, reader)
+    read_at = reader.sources
+    check_tap_range(
+        taps,
+        target.num_layers,
+        read_at["target_layer_ids"],
+        read_at.get("num_layers", "num_hidden_layers"),
+    )
+    check_filler(
+        heads.filler_token_id,
+        target.vocab_size,
+        read_at["filler_token_id"],
+        read_at.get("vocab_size", "vocab_size"),
+    )
     return replace(
         heads,
         kind="v4_dspark",
-        family=_family(source),
-        num_stages=_configured_stages(source, reader, num_layers),
+        family=target.family,
+        num_stages=_configured_stages(source, reader, target.num_layers),
         num_nextn=nextn,
-        hidden_size=source.size("hidden_size", *sections),
-        num_layers=num_layers,
-        vocab_size=vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
         confidence_with_markov=True,
         notes=_notes(source),
     )
@@ -112,12 +120,11 @@ def read_plain(source: Source) -> Verdict:
         )
     reader = Reader(source.config)
     nextn = reader.read("num_nextn", whole(0), "num_nextn_predict_layers")
-    described = _described(source)
+    described = _described(source, reader)
     if not nextn:
         return replace(described, num_nextn=nextn, hints=("no_heads",))
-    return replace(
-        described, kind="v4_mtp", num_nextn=nextn, num_stages=nextn, sources=reader.sources
-    )
+    reader.sources["num_stages"] = reader.sources["num_nextn"]
+    return replace(described, kind="v4_mtp", num_nextn=nextn, num_stages=nextn)
 
 
 def stage_remark(verdict: Verdict) -> Verdict:
@@ -135,7 +142,8 @@ def stage_remark(verdict: Verdict) -> Verdict:
     return replace(verdict, warnings=(*verdict.warnings, remark))
 
 
-def _described(source: Source) -> Verdict:
+def _described(source: Source, reader: Reader) -> Verdict:
+    """What holds with and without a drafter: the target's names and sizes."""
     sections = ("", "text_config")
     return Verdict(
         kind="none",
@@ -143,9 +151,10 @@ def _described(source: Source) -> Verdict:
         name=source.name,
         model_type=source.model_type,
         architectures=source.architectures,
-        hidden_size=source.size("hidden_size", *sections),
-        num_layers=source.size("num_hidden_layers", *sections),
-        vocab_size=source.size("vocab_size", *sections),
+        hidden_size=reader.size("hidden_size", "hidden_size", *sections),
+        num_layers=reader.size("num_layers", "num_hidden_layers", *sections),
+        vocab_size=reader.size("vocab_size", "vocab_size", *sections),
+        sources=reader.sources,
     )
 
 
@@ -192,7 +201,7 @@ def _notes(source: Source) -> tuple[Remark, ...]:
     if _family(source) == "deepseek_v41":
         text = "V4.1 is reported to tap a layer's input; `target_layer_ids` are as written"
         notes.append(Remark("I02", text))
-    if _excludes_drafter(source.config.get("quantization_config")):
+    if _excludes_drafter(_quantisation(source)):
         text = (
             "DRAFT_QUANT_DIFFERS: `quantization_config` leaves `mtp.*` out, so the drafter keeps "
             "the original format"
@@ -201,10 +210,14 @@ def _notes(source: Source) -> tuple[Remark, ...]:
     return tuple(notes)
 
 
-def _excludes_drafter(quantisation: object) -> bool:
-    """A repack's list of untouched modules names the draft stages. Never raises: advisory only."""
-    if not isinstance(quantisation, Mapping):
-        return False
+def _quantisation(source: Source) -> Config:
+    """The quantiser's settings, in a wrapper its text body's. Never raises: advisory here."""
+    found = source.config.get("quantization_config") or source.text.get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _excludes_drafter(quantisation: Config) -> bool:
+    """A repack's list of untouched modules names the draft stages."""
     lists = (quantisation.get(k) for k in ("ignore", "exclude_modules", "modules_to_not_convert"))
     return any(
         isinstance(entry, str) and "mtp" in entry

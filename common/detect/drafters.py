@@ -54,15 +54,15 @@ def read_drafter(source: Source, family: str) -> Verdict:
     if heads.markov_rank == 0:
         return without_markov(heads)
     require(heads, "block_size", "target_layer_ids")
-    declared = source.size("num_target_layers", "")
-    vocab_size = source.size("vocab_size", "")
-    taps = heads.target_layer_ids
+    vocab_size = reader.size("vocab_size", "vocab_size", "")
+    taps, num_layers = heads.target_layer_ids, None
     assert taps is not None  # by require
     if family == "k3":
         # Here the key counts the taps; in every other family it is the target's depth.
-        _require_tap_count(taps, declared)
-        declared = None
-    check_tap_range(taps, declared, heads.sources["target_layer_ids"], "num_target_layers")
+        _require_tap_count(taps, source)
+    else:
+        num_layers = reader.size("num_layers", "num_target_layers", "")
+    check_tap_range(taps, num_layers, heads.sources["target_layer_ids"], "num_target_layers")
     check_filler(
         heads.filler_token_id, vocab_size, heads.sources.get("filler_token_id", ""), "vocab_size"
     )
@@ -70,9 +70,10 @@ def read_drafter(source: Source, family: str) -> Verdict:
         heads,
         kind="drafter",
         family=family,
-        num_stages=source.size("num_hidden_layers", ""),
-        hidden_size=source.size("target_hidden_size", "") or source.size("hidden_size", ""),
-        num_layers=declared,
+        num_stages=reader.size("num_stages", "num_hidden_layers", ""),
+        hidden_size=reader.size("hidden_size", "target_hidden_size", "")
+        or reader.size("hidden_size", "hidden_size", ""),
+        num_layers=num_layers,
         vocab_size=vocab_size,
         notes=vocabulary_notes(heads, vocab_size),
         warnings=gaps(heads),
@@ -144,7 +145,8 @@ def vocabulary_notes(heads: Verdict, vocab_size: int | None) -> tuple[Remark, ..
     return (Remark("I04", text),)
 
 
-def _require_tap_count(taps: tuple[int, ...], declared: int | None) -> None:
+def _require_tap_count(taps: tuple[int, ...], source: Source) -> None:
+    declared = Reader(source.config).size("num_taps", "num_target_layers", "")
     if declared is not None and declared != len(taps):
         raise refuse(
             "E14",

@@ -8,7 +8,7 @@ Knows no checkpoint family.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from common.detect.refusal import refuse, show, typed
 from common.errors import ConfigError
@@ -25,6 +25,7 @@ PREFIXED_KEYS = (
     "dspark_markov_rank",
 )
 AUX_KEY = "aux_hidden_state_layer_ids"
+MAX_INT = 2**31 - 1  # ids and sizes of real checkpoints are far below; also bounds all arithmetic
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "ngram_attention")
 _SECTIONS = ("dspark_config", "", "text_config", "dflash_config", "eagle_config")
 
@@ -43,19 +44,28 @@ def section(config: Config, key: str) -> Config:
     return value
 
 
-def whole(minimum: int, code: str = "E08") -> Check[int]:
-    """Checks for an int >= `minimum`. A bool, a float or a digit string is no int here."""
+def whole(minimum: int, code: str = "E08", *, example: int = 1) -> Check[int]:
+    """Checks for an int from `minimum` to MAX_INT. A bool, float or digit string is no int here.
+
+    `example` is a released checkpoint's value, for the message.
+    """
 
     def check(path: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise refuse(
-                code,
-                f"`{path}` is {typed(value)}; it must be an integer of at least {minimum}.",
-                f"set `{path}` to the value the checkpoint was trained with, such as {minimum}",
-            )
-        return value
+        if is_int(value) and minimum <= value <= MAX_INT:
+            return value
+        raise refuse(
+            code,
+            f"`{path}` is {typed(value)}; it must be an integer of at least {minimum} (and below "
+            "2**31).",
+            f"set `{path}` to the value the checkpoint was trained with, such as {example}",
+        )
 
     return check
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """An integer as JSON has it: true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def flag(path: str, value: object) -> bool:
@@ -94,10 +104,12 @@ def tap_ids(lowest: int) -> Check[Ids]:
                 f"`{path}` is empty: a DSpark drafter needs at least one tapped layer.",
                 f"restore `{path}` from the original config.json, such as [40, 41, 42] on V4-Flash",
             )
-        elif strange := [i for i in value if isinstance(i, bool) or not isinstance(i, int)]:
+        elif strange := [i for i in value if not is_int(i)]:
             problem = f"`{path}` holds {typed(strange[0])}, not an integer"
         elif small := [i for i in value if i - shift < lowest]:
             problem = f"`{path}` holds {show(small[0])}; the lowest id allowed is {lowest + shift}"
+        elif large := [i for i in value if i > MAX_INT]:
+            problem = f"`{path}` holds {show(large[0])}, far above any layer number"
         elif bad := [b for a, b in pairwise(value) if b <= a]:
             problem = (
                 f"`{path}` is {show(value)}: {show(bad[0])} does not increase on its neighbour"
@@ -112,7 +124,10 @@ def tap_ids(lowest: int) -> Check[Ids]:
 
 
 def check_tap_range(ids: Ids, num_layers: int | None, path: str, origin: str) -> None:
-    """Raises E14 for a tap past the target's last layer; `origin` says where N was read."""
+    """Raises E14 for a tap, read at `path`, past the target's last layer; N was read at `origin`.
+
+    `check_filler` has its paths likewise.
+    """
     if num_layers is None:
         return
     outside = [i for i in ids if i >= num_layers]
@@ -144,6 +159,7 @@ class Reader:
     def __init__(self, config: Config, body: str = "") -> None:
         """`body` is where prefixed keys are expected first: "" (top level) or "text_config"."""
         self.sources: dict[str, str] = {}
+        self._config = config
         sections = {name: section(config, name) for name in _SECTIONS if name}
         self._plain = [(name, sections[name] if name else config) for name in _SECTIONS]
         other = "" if body else "text_config"
@@ -160,8 +176,32 @@ class Reader:
         Raises:
             ConfigError: what `check` raises; E16 when two places differ.
         """
+        return self._agreed(field, check, self._occurrences(keys))
+
+    def size(self, field: str, key: str, *sections: str) -> int | None:
+        """A positive size at `key` in any of `sections`, None when absent.
+
+        A section is the name of a nested object, "" the top level; the first one takes precedence.
+        For keys that mean another thing elsewhere in the file, so that `read` would look too far.
+
+        Raises:
+            ConfigError: E24, it is no positive integer; E16, two of the sections differ.
+        """
+        places = [
+            (name, section(self._config, name) if name else self._config) for name in sections
+        ]
+        return self._agreed(field, whole(1, "E24"), _found_in(places, key))
+
+    def default(self, field: str, value: T) -> T:
+        """Takes `value` because no place has one; recorded as such."""
+        self.sources[field] = "default"
+        return value
+
+    def _agreed(
+        self, field: str, check: Check[T], occurrences: list[tuple[str, object]]
+    ) -> T | None:
         found: tuple[str, T] | None = None
-        for path, value in self._occurrences(keys):
+        for path, value in occurrences:
             checked = check(path, value)
             if found is None:
                 found = path, checked
@@ -172,19 +212,20 @@ class Reader:
         self.sources[field] = found[0]
         return found[1]
 
-    def default(self, field: str, value: T) -> T:
-        """Takes `value` because no place has one; recorded as such."""
-        self.sources[field] = "default"
-        return value
-
     def _occurrences(self, keys: tuple[str, ...]) -> list[tuple[str, object]]:
-        found = []
+        found: list[tuple[str, object]] = []
         for key in keys:
-            places = self._prefixed if key.startswith("dspark_") else self._plain
-            for name, where in places:
-                if where.get(key) is not None:
-                    found.append((f"{name}.{key}" if name else key, where[key]))
+            found += _found_in(self._prefixed if key.startswith("dspark_") else self._plain, key)
         return found
+
+
+def _found_in(places: list[tuple[str, Config]], key: str) -> list[tuple[str, object]]:
+    """(path, value) of each place, a section's name and content, that has a value at `key`."""
+    return [
+        (f"{name}.{key}" if name else key, where[key])
+        for name, where in places
+        if where.get(key) is not None
+    ]
 
 
 def conflict(path: str, value: object, other_path: str, other: object) -> ConfigError:

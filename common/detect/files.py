@@ -71,13 +71,14 @@ def read_checkpoint_index(path: str | Path) -> dict[str, Any] | None:
 
 def _config_file(path: Path) -> Path:
     """Which file holds the config for `path`."""
-    mode = _mode(path)
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(_mode(path)):
         file = path / CONFIG_FILE
         if not os.path.lexists(file):
             _refuse_folder(path)
         return file
-    if path.suffix == ".gguf" or _starts_as_gguf(path, mode):
+    if path.suffix == ".gguf" or (
+        path.suffix != ".safetensors" and _head(path, len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    ):
         _refuse_gguf(path)
     return path.with_name(CONFIG_FILE) if path.suffix == ".safetensors" else path
 
@@ -115,11 +116,12 @@ def _parse(file: Path, max_bytes: int) -> dict[str, Any]:
         _refuse_gguf(file)
     try:
         value = json.loads(data, parse_constant=_no_constant, object_pairs_hook=_no_twins)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
+        ours = file.name in (CONFIG_FILE, INDEX_FILE)
         raise refuse(
             "E20",
             f"{_at(file)} is not valid JSON: {_reason(error)}.",
-            f"download {file.name} again",
+            f"download {file.name} again" if ours else f"the {CONFIG_FILE} of a checkpoint",
         ) from None
     if not isinstance(value, dict):
         raise refuse(
@@ -151,6 +153,8 @@ def _refuse_folder(path: Path) -> NoReturn:
         raise refuse(
             "E20", f"{_at(path)} cannot be listed: {_reason(error)}.", "a readable folder"
         ) from None
+    if CONFIG_FILE in names:  # `lexists` could not see it
+        raise refuse("E20", f"{_at(path)} cannot be entered.", "a folder you may search (x bit)")
     if any(
         n in ("step_latest", "train_config.py") or n.startswith("training_state") for n in names
     ):
@@ -174,18 +178,11 @@ def _step_folder(run: Path, names: list[str]) -> str:
     latest = run / "step_latest"
     steps = [latest, *(run / n for n in reversed(names) if n.startswith("step_"))]
     for step in steps:
-        nested = sorted(step.glob("*/" + CONFIG_FILE)) if step.is_dir() else []
-        if (step / CONFIG_FILE).is_file():
+        if os.path.isfile(step / CONFIG_FILE):  # False, where Path.is_file would raise, if denied
             return str(step)
-        if nested:
+        if nested := sorted(step.glob("*/" + CONFIG_FILE)):
             return str(nested[-1].parent)
     return f"{latest}/<step>"
-
-
-def _starts_as_gguf(path: Path, mode: int) -> bool:
-    if not stat.S_ISREG(mode) or path.suffix == ".safetensors":
-        return False
-    return _head(path, len(_GGUF_MAGIC)) == _GGUF_MAGIC
 
 
 def _refuse_gguf(path: Path) -> NoReturn:
@@ -201,6 +198,8 @@ def _refuse_gguf(path: Path) -> NoReturn:
 
 
 def _head(path: Path, num_bytes: int) -> bytes:
+    if not os.path.isfile(path):
+        return b""  # opening a FIFO would wait for ever
     try:
         with path.open("rb") as stream:
             return stream.read(num_bytes)
@@ -227,4 +226,6 @@ def _at(path: Path) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
-    return "nested too deeply" if isinstance(error, RecursionError) else show(str(error))
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "out of memory" if isinstance(error, MemoryError) else show(str(error))

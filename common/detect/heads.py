@@ -21,7 +21,9 @@ def read_heads(
     Raises:
         ConfigError: E08, E14, E15 for an unusable value, E16 for two places that differ.
     """
-    rank = reader.read("markov_rank", whole(lowest_rank), "dspark_markov_rank", "markov_rank")
+    rank = reader.read(
+        "markov_rank", whole(lowest_rank, example=256), "dspark_markov_rank", "markov_rank"
+    )
     markov_type = reader.read(
         "markov_head_type", head_type, "dspark_markov_head_type", "markov_head_type"
     )
@@ -36,7 +38,9 @@ def read_heads(
         name=source.name,
         model_type=source.model_type,
         architectures=source.architectures,
-        block_size=reader.read("block_size", whole(1), "dspark_block_size", "block_size"),
+        block_size=reader.read(
+            "block_size", whole(1, example=7), "dspark_block_size", "block_size"
+        ),
         layout="anchor_first" if _anchor_predicts(reader) else "fill_in",
         target_layer_ids=reader.read(
             "target_layer_ids",
@@ -46,13 +50,18 @@ def read_heads(
             AUX_KEY,
         ),
         filler_token_id=reader.read(
-            "filler_token_id", whole(0, "E15"), "dspark_noise_token_id", "mask_token_id"
+            "filler_token_id",
+            whole(0, "E15", example=128799),
+            "dspark_noise_token_id",
+            "mask_token_id",
         ),
         markov_rank=rank,
         markov_head_type=markov_type,
         confidence_head=has_confidence,
         confidence_with_markov=with_markov,
-        draft_vocab_size=reader.read("draft_vocab_size", whole(1), "draft_vocab_size"),
+        draft_vocab_size=reader.read(
+            "draft_vocab_size", whole(1, example=32000), "draft_vocab_size"
+        ),
         sources=reader.sources,
     )
 

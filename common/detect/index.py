@@ -4,11 +4,11 @@ Config decides; the index may stop a verdict that the weights contradict, lower 
 the real stage count. Knows tensor names only, no tensor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from common.detect.names import STAGE_NAME, name_problems, stages
-from common.detect.refusal import refuse
+from common.detect.refusal import refuse, show, typed
 from common.detect.verdict import Remark, Verdict
 from common.errors import ConfigError
 
@@ -18,12 +18,21 @@ _DSPARK_MODULES = ("main_proj", "main_norm")
 
 
 def draft_names(index: Mapping[str, object] | None) -> tuple[str, ...] | None:
-    """The `mtp.<stage>.` tensor names of a parsed index file (or of its weight_map alone)."""
+    """The `mtp.<stage>.` tensor names of a parsed index file (or of its weight_map alone).
+
+    Raises:
+        ConfigError: E20, it is no such file.
+    """
     if index is None:
         return None
-    weight_map = index.get("weight_map", index)
-    names: Iterable[object] = weight_map if isinstance(weight_map, Mapping) else ()
-    return tuple(n for n in names if isinstance(n, str) and STAGE_NAME.fullmatch(n))
+    weight_map = index.get("weight_map", index) if isinstance(index, Mapping) else index
+    if not isinstance(weight_map, Mapping):
+        raise refuse(
+            "E20",
+            f"`{INDEX_FILE}` has no `weight_map` object; it holds {typed(weight_map)}.",
+            "download the file again",
+        )
+    return tuple(n for n in weight_map if isinstance(n, str) and STAGE_NAME.fullmatch(n))
 
 
 def second_opinion(verdict: Verdict, names: tuple[str, ...], expert_dtype: str) -> Verdict:
@@ -103,8 +112,8 @@ def _warn_of_denied_weights(verdict: Verdict, names: tuple[str, ...]) -> Verdict
     return _warn(
         verdict,
         "W08",
-        f"{verdict.label}: {INDEX_FILE} lists draft tensors such as {names[0]}, but config.json "
-        "denies them (`num_nextn_predict_layers` is 0 or absent); they stay unused.",
+        f"{verdict.label}: {INDEX_FILE} lists draft tensors such as {show(names[0])}, but "
+        "config.json denies them (`num_nextn_predict_layers` is 0 or absent); they stay unused.",
     )
 
 

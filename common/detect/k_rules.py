@@ -5,6 +5,7 @@ its maintainer calls that wrong, the model card recommends K = 7 on a block of 5
 that as a collapse. So type and sign are facts, and K against B is a policy. Knows no method.
 """
 
+from common.detect.fields import MAX_INT, is_int
 from common.detect.refusal import refuse, show, typed
 from common.detect.speculators import proposal_excess
 from common.detect.verdict import Remark, Verdict
@@ -28,10 +29,10 @@ def check_policy(policy: object) -> None:
 
 def check_number(k: object, suggestion: int) -> int:
     """`k` if it is a positive integer; E12 otherwise, also for 5.0, "5" and true."""
-    if isinstance(k, bool) or not isinstance(k, int) or k <= 0:
+    if not is_int(k) or not 0 < k <= MAX_INT:
         raise refuse(
             "E12",
-            f"`num_speculative_tokens` is {typed(k)}; it must be a positive integer.",
+            f"`num_speculative_tokens` is {typed(k)}; it must be a positive integer (below 2**31).",
             f"num_speculative_tokens={suggestion}",
         )
     return k

@@ -7,7 +7,8 @@ multi-token-prediction families.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from common.detect.source import Source
+from common.detect.refusal import show
+from common.detect.source import Source, is_name
 from common.detect.verdict import Remark, Verdict
 
 OPEN_SPEC_KEY = "open_spec_config_version"
@@ -51,7 +52,9 @@ def read_open_spec(source: Source) -> Verdict:
     """The verdict for a DFlash Open Spec file; the method it names is passed on as a hint."""
     settings = source.config.get("speculative_config")
     method = settings.get("method") if isinstance(settings, Mapping) else None
-    hints = ("dflash",) if method in (None, "dflash") else ("dflash", f"open_spec:{method!s:.40}")
+    hints: tuple[str, ...] = ("dflash",)
+    if method not in (None, "dflash"):
+        hints += (f"open_spec:{method if is_name(method) else show(method)}",)
     return replace(read_other(source, None), hints=hints, warnings=())
 
 
@@ -83,11 +86,12 @@ def _dspark_parts(source: Source) -> tuple[list[str], list[Remark]]:
         return [], []
     if any(p.get("enable_confidence_head") is True for p in places):
         text = (
-            f"a DFlash class name, yet `markov_rank` {rank} and a confidence head: it has DSpark "
-            'heads. If its anchor row predicts, relabel `architectures` as ["Qwen3DSparkModel"]'
+            f"a DFlash class name, yet `markov_rank` {show(rank)} and a confidence head: it has "
+            "DSpark heads. If its anchor row predicts, relabel `architectures` as "
+            '["Qwen3DSparkModel"]'
         )
         return ["dflash+markov", "dspark_heads"], [Remark("W07", text)]
-    text = f"a DFlash class name with a Markov bias (`markov_rank` {rank}); treated as DFlash"
+    text = f"a DFlash class name with a Markov bias (`markov_rank` {show(rank)}); treated as DFlash"
     return ["dflash+markov"], [Remark("W07", text)]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.detect.fields import section, whole
-from common.detect.refusal import refuse
+from common.detect.fields import Reader, conflict, section, whole
+from common.detect.refusal import refuse, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +82,34 @@ def config_padding(config: Mapping[str, Any], tp: int) -> Padding | None:
     """The padding that `config` (a parsed config.json) needs at `tp`; None without shared experts.
 
     Raises:
-        ConfigError: E24, one of the keys it reads has a value that cannot be used.
+        ConfigError: E24, one of the keys it reads has a value that cannot be used; E16, two places
+            of the file differ.
     """
-    text = section(config, "text_config")
-    body = config if config.get("moe_intermediate_size") is not None else text
-    if body.get("moe_intermediate_size") is None:
+    reader = Reader(config)
+    size = reader.read("size", whole(1, "E24", example=2048), "moe_intermediate_size")
+    num_shared = reader.read("num_shared", whole(0, "E24"), "n_shared_experts")
+    if size is None or num_shared == 0:
         return None
-    size = whole(1, "E24")("moe_intermediate_size", body["moe_intermediate_size"])
-    shared = body.get("n_shared_experts")
     # Absent means one: every released V4 has one.
-    num_shared = 1 if shared is None else whole(0, "E24")("n_shared_experts", shared)
-    if num_shared == 0:
-        return None
-    return shared_expert_padding(size * num_shared, _weight_block(config), tp)
+    return shared_expert_padding(size * (num_shared or 1), _weight_block(config), tp)
 
 
 def _weight_block(config: Mapping[str, Any]) -> int | None:
-    path = "quantization_config.weight_block_size"
-    value = section(config, "quantization_config").get("weight_block_size")
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise refuse("E24", f"`{path}` must be two integers.", f"`{path}`: [128, 128]")
-    return whole(1, "E24")(path, value[0])
+    """Rows of a scale block, from the file's quantiser or, in a wrapper, from its text body's."""
+    found: tuple[str, int] | None = None
+    for parent, body in (("", config), ("text_config.", section(config, "text_config"))):
+        path = f"{parent}quantization_config.weight_block_size"
+        value = section(body, "quantization_config").get("weight_block_size")
+        if value is None:
+            continue
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise refuse(
+                "E24",
+                f"`{path}` is {typed(value)}, not a list of two integers.",
+                f"`{path}`: [128, 128]",
+            )
+        rows, _ = (whole(1, "E24", example=128)(path, side) for side in value)
+        if found is not None and rows != found[1]:
+            raise conflict(*found, path, rows)
+        found = found or (path, rows)
+    return found[1] if found else None

@@ -18,16 +18,10 @@ def check_pair(target: Verdict, draft: Verdict) -> list[Remark]:
     """What is worth saying about using `draft` for `target`.
 
     Raises:
-        ConfigError: E19 the shapes differ, E14 a tap past the target's last layer, E15 a filler
-            token outside its vocabulary.
+        ConfigError: E19 the shapes differ or `target` is itself a drafter, E14 a tap past the
+            target's last layer, E15 a filler token outside its vocabulary.
     """
-    if target.kind == "drafter":
-        raise refuse(
-            "E19",
-            f"{target.label} is given as the target, but its `architectures` "
-            f"{show(list(target.architectures))} make it a DSpark drafter.",
-            "swap the two paths: the full model as the target, the drafter as --draft-model",
-        )
+    check_target(target)
     for field, words in _SHAPES.items():
         ours, theirs = getattr(target, field), getattr(draft, field)
         if ours is not None and theirs is not None and ours != theirs:
@@ -40,14 +34,27 @@ def check_pair(target: Verdict, draft: Verdict) -> list[Remark]:
             )
     if draft.target_layer_ids is not None:
         path = draft.sources["target_layer_ids"]
-        check_tap_range(draft.target_layer_ids, target.num_layers, path, "num_hidden_layers")
+        origin = target.sources.get("num_layers", "num_hidden_layers")
+        check_tap_range(draft.target_layer_ids, target.num_layers, path, origin)
     check_filler(
         draft.filler_token_id,
         target.vocab_size,
         draft.sources.get("filler_token_id", ""),
-        "vocab_size",
+        target.sources.get("vocab_size", "vocab_size"),
     )
     return _name_remarks(target, draft)
+
+
+def check_target(target: Verdict) -> None:
+    """Raises E19 when `target` is a stand-alone drafter, which is no model to draft for."""
+    if target.kind == "drafter":
+        raise refuse(
+            "E19",
+            f"{target.label} is given as the target, but its `architectures` "
+            f"{show(list(target.architectures))} make it a DSpark drafter.",
+            "the full model as the target and the drafter as --draft-model; swap the two paths "
+            "if they are the wrong way round",
+        )
 
 
 def check_servable_taps(draft: Verdict, num_layers: int | None) -> list[Remark]:

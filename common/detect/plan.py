@@ -60,9 +60,10 @@ def resolve(
     elif chosen == "mtp":
         number, said = k_rules.mtp_k(shape, k)
     else:
-        number, said = k_rules.free_k(chosen, k), []
-    where: Literal["self", "separate"] = "separate" if named or shape.kind == "drafter" else "self"
-    return _plan(chosen, number, policy, remarks + said, shape, where)
+        number, said = k_rules.free_k(chosen, k), [] if named else [_unnamed(chosen)]
+    # A draft path may name the target's own folder: equal verdicts, name and all, are one file.
+    own = shape == target and shape.kind.startswith("v4_")
+    return _plan(chosen, number, policy, remarks + said, shape, "self" if own else "separate")
 
 
 def _plan(
@@ -83,6 +84,11 @@ def _plan(
         notes=tuple(r for r in remarks if r.code.startswith("I")),
         warnings=tuple(r for r in remarks if not r.code.startswith("I")),
     )
+
+
+def _unnamed(method: str) -> Remark:
+    text = f"method {method!r} drafts with a checkpoint of its own and none is named: --draft-model"
+    return Remark("W05", text)
 
 
 def _ignored(method: str, shape: Verdict, named: bool) -> list[Remark]:

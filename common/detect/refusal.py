@@ -28,7 +28,19 @@ _bounded = _Bounded()
 def refuse(code: str, body: str, *hints: str) -> ConfigError:
     """The error to raise. `body` names key, value and what is allowed; each hint is one way out."""
     assert hints, f"{code}: a refusal without a way out"
-    return ConfigError(code, f"{body} What works: {'; or '.join(hints)}.", hints)
+    message = f"{body} What works: {'; or '.join(hints)}."
+    return ConfigError(code, one_line(message), tuple(map(one_line, hints)))
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks, control codes and lone surrogates escaped.
+
+    Class names and file names come from others; they must neither break a line nor steer a
+    terminal, and every stream must be able to encode them.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def show(value: object) -> str:

@@ -4,44 +4,45 @@ Knows how to word values, not how to print them.
 """
 
 from common.detect.padding import Padding
+from common.detect.refusal import one_line
 from common.detect.verdict import Plan, Verdict
 
 Row = tuple[str, str]
+_LABELS = {
+    "kind": "kind",
+    "family": "family",
+    "looks like": "hints",
+    "block size": "block_size",
+    "layout": "layout",
+    "stages": "num_stages",
+    "tapped layers": "target_layer_ids",
+    "filler token": "filler_token_id",
+    "Markov rank": "markov_rank",
+    "Markov head": "markov_head_type",
+    "confidence head": "confidence_head",
+    "draft vocabulary": "draft_vocab_size",
+    "target layers": "num_layers",
+    "hidden size": "hidden_size",
+    "vocabulary": "vocab_size",
+    "made for": "verifier_name",
+}
 
 
 def verdict_rows(verdict: Verdict) -> list[Row]:
     """What was found and at which config path; what the config does not say is left out."""
-    fields: list[tuple[str, str | None, object]] = [
-        ("kind", None, verdict.kind),
-        ("family", None, verdict.family),
-        ("looks like", None, ", ".join(verdict.hints) or None),
-        ("block size", "block_size", verdict.block_size),
-        ("layout", "layout", verdict.layout),
-        ("stages", "num_stages", verdict.num_stages),
-        ("tapped layers", "target_layer_ids", _ids(verdict.target_layer_ids)),
-        ("filler token", "filler_token_id", verdict.filler_token_id),
-        ("Markov rank", "markov_rank", verdict.markov_rank),
-        ("Markov head", "markov_head_type", verdict.markov_head_type),
-        ("confidence head", "confidence_head", _yes_no(verdict.confidence_head)),
-        ("draft vocabulary", "draft_vocab_size", verdict.draft_vocab_size),
-        ("target layers", None, verdict.num_layers),
-        ("hidden size", None, verdict.hidden_size),
-        ("vocabulary", None, verdict.vocab_size),
-        ("made for", None, verdict.verifier_name),
-        ("index", None, "checked" if verdict.index_checked else "not checked"),
-    ]
-    rows = []
-    for label, key, value in fields:
-        if value is not None:
-            path = verdict.sources.get(key) if key else None
-            rows.append((label, f"{value}" + (f"  ({path})" if path else "")))
-    return rows
+    rows: list[Row] = []
+    for label, field in _LABELS.items():
+        value = _words(getattr(verdict, field))
+        if value:
+            path = verdict.sources.get(field)
+            rows.append((label, one_line(value) + (f"  ({path})" if path else "")))
+    return [*rows, ("index", "checked" if verdict.index_checked else "not checked")]
 
 
 def plan_rows(plan: Plan) -> list[Row]:
     """What will run."""
     if plan.method is None:
-        return [("plan", "no drafts: nothing was asked for and nothing was found")]
+        return [("plan", "no drafts")]
     who = {"self": "by the checkpoint itself", "separate": "by a separate drafter", None: ""}
     return [
         ("method", f"{plan.method} {who[plan.draft]}".rstrip()),
@@ -68,16 +69,19 @@ def padding_rows(padding: Padding) -> list[Row]:
     return [("shared-expert padding", text)]
 
 
-def startup_lines(verdict: Verdict, plan: Plan) -> list[str]:
-    """What a service logs before it loads: the plan, then every warning and note."""
+def startup_lines(plan: Plan, target: Verdict, draft: Verdict | None = None) -> list[str]:
+    """What a service logs before it loads: the plan, then every warning and note, each once."""
+    parts = [part for part in (target, draft, plan) if part is not None]
+    warnings = [remark for part in parts for remark in part.warnings]
+    notes = [remark for part in parts for remark in part.notes]
     lines = [f"{label}: {text}" for label, text in plan_rows(plan)]
-    remarks = (*verdict.warnings, *plan.warnings, *verdict.notes, *plan.notes)
-    return lines + [f"{remark.code}: {remark.message}" for remark in remarks]
+    return lines + [f"{r.code}: {one_line(r.message)}" for r in dict.fromkeys(warnings + notes)]
 
 
-def _ids(ids: tuple[int, ...] | None) -> str | None:
-    return None if ids is None else ", ".join(map(str, ids))
-
-
-def _yes_no(value: bool | None) -> str | None:
-    return None if value is None else ("yes" if value else "no")
+def _words(value: object) -> str:
+    """A field as text; empty for what the config does not say."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)

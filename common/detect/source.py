@@ -5,10 +5,12 @@ Knows where those parts sit, no checkpoint family.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from common.detect.fields import Config, section, whole
+from common.detect.fields import MAX_INT, Config, is_int, section
 from common.detect.refusal import refuse, show, typed
+
+_MAX_NAME_LEN = 200  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +29,11 @@ class Source:
         """The outer type, then the text body's, where given."""
         return tuple(t for t in (self.model_type, self.text_model_type) if t is not None)
 
-    def size(self, key: str, *sections: str) -> int | None:
-        """A positive size that this project will rely on, from the first of `sections` that has it.
-
-        A section is the name of a nested object, "" the top level.
-
-        Raises:
-            ConfigError: E24, it is no positive integer.
-        """
-        return self.located_size(key, *sections)[0]
-
-    def located_size(self, key: str, *sections: str) -> tuple[int | None, str]:
-        """`size` and the path it was read at (`key` itself when nowhere)."""
-        for name in sections:
-            body = section(self.config, name) if name else self.config
-            if body.get(key) is not None:
-                path = f"{name}.{key}" if name else key
-                return whole(1, "E24")(path, body[key]), path
-        return None, key
-
     def loose_size(self, key: str) -> int | None:
-        """Like `size` for models that are only described: anything but a positive int is None."""
+        """For models that are only described: anything but a positive int is None."""
         for body in (self.config, self.text):
             value = body.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if is_int(value) and 0 < value <= MAX_INT:
                 return value
         return None
 
@@ -87,7 +70,7 @@ def class_names(value: Any, path: str) -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+    if not isinstance(value, list | tuple) or not all(is_name(v) for v in value):
         raise refuse(
             "E24",
             f"`{path}` is {typed(value)}, not a list of class names.",
@@ -98,8 +81,13 @@ def class_names(value: Any, path: str) -> tuple[str, ...]:
 
 def _text(body: Config, key: str, path: str) -> str | None:
     value = body.get(key)
-    if value is None or isinstance(value, str):
+    if value is None or is_name(value):
         return value
     raise refuse(
-        "E24", f"`{path}` is {typed(value)}, not a string.", f"`{path}`: the family, e.g. 'qwen3'"
+        "E24", f"`{path}` is {typed(value)}, not a name.", f"`{path}`: the family, e.g. 'qwen3'"
     )
+
+
+def is_name(value: object) -> TypeGuard[str]:
+    """A string fit to be shown and logged as it is."""
+    return isinstance(value, str) and len(value) <= _MAX_NAME_LEN and value.isprintable()

@@ -53,9 +53,8 @@ def _read_dspark(source: Source) -> Verdict:
     methods = _required(spec, "proposal_methods", list, "speculators_config")
     verifier = _required(spec, "verifier", Mapping, "speculators_config")
     verifier_name = _required(verifier, "name_or_path", str, "speculators_config.verifier")
-    heads = read_heads(
-        source, Reader(source.config), lowest_tap=-1, lowest_rank=0, confidence=False
-    )
+    reader = Reader(source.config)
+    heads = read_heads(source, reader, lowest_tap=-1, lowest_rank=0, confidence=False)
     if heads.markov_rank == 0:
         remark = Remark(
             "W07", f"`{TYPE_KEY}` says dspark, yet `markov_rank` is 0: this is plain DFlash"
@@ -63,14 +62,14 @@ def _read_dspark(source: Source) -> Verdict:
         verdict = without_markov(heads)
         return replace(verdict, warnings=(remark, *verdict.warnings))
     require(heads, "block_size", "target_layer_ids", "filler_token_id")
-    vocab_size = source.size("vocab_size", _LAYERS)
+    vocab_size = reader.size("vocab_size", "vocab_size", _LAYERS)
     proposal = _proposal(methods)
     return replace(
         heads,
         kind="drafter",
         family="speculators",
-        num_stages=source.size("num_hidden_layers", _LAYERS),
-        hidden_size=source.size("hidden_size", _LAYERS),
+        num_stages=reader.size("num_stages", "num_hidden_layers", _LAYERS),
+        hidden_size=reader.size("hidden_size", "hidden_size", _LAYERS),
         vocab_size=vocab_size,
         proposal_tokens=proposal,
         verifier_name=verifier_name,

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from common.cli.detect import add_parser, main
 from common.detect.api import detect, resolve
 from common.detect.report import startup_lines
 from common.testing import configs as c
+from common.testing.configs import within
 
 
 @pytest.fixture
@@ -135,6 +138,29 @@ def test_the_table_has_colours_on_a_terminal(
     assert "\x1b[" in capsys.readouterr().out
 
 
+def test_hostile_names_reach_no_terminal(tmp_path: Path) -> None:
+    """A real process with an ASCII stdout: lone surrogates, control codes, letters it lacks."""
+    configs: list[dict[str, Any]] = [
+        c.LLAMA | {"model_type": "\ud800\x1b[2J"},
+        {"open_spec_config_version": 1, "speculative_config": {"method": "\ud800\n\x1b"}},
+        within(c.SPEC8, "speculators_config", verifier={"name_or_path": "é\n\x1b[31m\ud800"}),
+        c.LLAMA | {"model_type": "é"},
+    ]
+    folders = [save(tmp_path / f"é{i}", config) for i, config in enumerate(configs)]
+    script = "import sys; from common.cli.detect import main\nfor p in sys.argv[1:]: main([p])"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script, *folders],
+        cwd=Path(__file__).resolve().parents[2],
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr.decode()
+    assert done.stdout.decode("ascii").replace("\n", "").isprintable()
+    for words in (b"refused E24", b"made for", b"open_spec", b"family  \\xe9"):
+        assert words in done.stdout
+
+
 def test_a_target_without_drafter_is_fine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +188,12 @@ def test_it_is_a_subcommand(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_services_log_the_plan_and_every_remark() -> None:
     verdict = detect(c.FLASH_0731, index=c.IDX_DSPARK)
-    lines = startup_lines(verdict, resolve(verdict, k=7))
-    assert lines[0].startswith("method: dspark")
+    lines = startup_lines(resolve(verdict, k=7), verdict)
+    assert lines[0].startswith("method: dspark by the checkpoint itself")
     assert [line.split(":")[0] for line in lines[2:]] == ["W03", "W02"]
+    target = detect(c.QWEN8B_TARGET, name="qwen3-dspark")
+    draft = detect(c.QWEN8B | {"draft_vocab_size": 32000}, name="a-dflash")
+    lines = startup_lines(resolve(target, draft), target, draft)
+    assert lines[0].startswith("method: dspark by a separate drafter")
+    assert [line.split(":")[0] for line in lines[2:]] == ["W04", "W04", "I04", "I01"]
+    assert "qwen3-dspark" in lines[2] and "a-dflash" in lines[3]

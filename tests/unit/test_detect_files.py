@@ -121,6 +121,35 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path: Path) -> None:
     nested = tmp_path / "x"
     (nested / "config.json").mkdir(parents=True)
     assert "no regular file" in refused(nested).message
+    (tmp_path / "gguf").mkdir()
+    os.mkfifo(tmp_path / "gguf" / "x.gguf")
+    for path in (tmp_path / "gguf", tmp_path / "gguf" / "x.gguf"):
+        assert "GGUF_UNSUPPORTED" in refused(path).message
+
+
+def test_a_fifo_beside_a_good_config_is_no_index(tmp_path: Path) -> None:
+    folder_with(tmp_path, json.dumps(c.FLASH_0731))
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    assert "no regular file" in refused(tmp_path).message
+
+
+def test_names_from_the_disk_cannot_break_the_line(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"a\xff\n\x1b[2J")
+    (folder / "step_1").mkdir(parents=True)
+    (folder / "train_config.py").write_text("")
+    assert refused(folder / "none").message.isprintable()
+    assert refused(folder).message.isprintable()
+    folder_with(folder / "step_1", json.dumps(c.LLAMA))
+    message = refused(folder).message
+    assert message.isprintable() and "\\udcff\\n\\x1b[2J/step_1" in message
+
+
+def test_index_values_are_never_followed(tmp_path: Path) -> None:
+    """They are file names; only a loader may open them, after its own checks."""
+    folder_with(tmp_path, json.dumps(c.FLASH_0731))
+    index = {"weight_map": dict.fromkeys(c.DSPARK_NAMES, "../../../../etc/passwd")}
+    folder_with(tmp_path, json.dumps(index), "model.safetensors.index.json")
+    assert detect_checkpoint(tmp_path).num_stages == 3
 
 
 def test_an_unreadable_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_named_draft_gives_the_same_answer(
     assert (result.code if isinstance(result, ConfigError) else result.method) == expected
 
 
-NO_COUNTS: list[Any] = [0, -1, True, 5.0, "5", [5], {}]
+NO_COUNTS: list[Any] = [0, -1, True, 5.0, "5", [5], {}, 2**31, 10**4000]
 
 # shape, K, policy -> K that runs or error code, and the codes of warnings and notes
 K_TABLE: list[tuple[str, Any, str, int | str, set[str]]] = [
@@ -141,12 +141,14 @@ K_TABLE: list[tuple[str, Any, str, int | str, set[str]]] = [
 def test_k_by_shape_and_policy(
     shape: str, k: Any, policy: str, expected: int | str, codes: set[str]
 ) -> None:
-    result = outcome_of(SHAPES[shape], k=k, policy=policy)
-    if isinstance(result, ConfigError):
-        assert result.code == expected, result
-        return
-    assert result.num_speculative_tokens == expected
-    assert {r.code for r in (*result.warnings, *result.notes)} - {"W09"} == codes
+    own = "mtp" if "MTP" in shape else "dspark"
+    for method in (None, own):  # asking for what is there changes nothing
+        result = outcome_of(SHAPES[shape], method=method, k=k, policy=policy)
+        if isinstance(result, ConfigError):
+            assert result.code == expected, result
+        else:
+            assert (result.method, result.num_speculative_tokens) == (own, expected)
+            assert {r.code for r in (*result.warnings, *result.notes)} - {"W09"} == codes
 
 
 def test_a_proposal_below_the_block_is_the_authors_choice() -> None:
@@ -255,10 +257,16 @@ def test_mtp_by_a_named_draft_path_ends_like_by_the_targets_own() -> None:
 
 def test_plans_say_who_drafts_and_what_is_ignored() -> None:
     assert resolve(SHAPES["V4_DSPARK"]).draft == "self"
+    assert resolve(SHAPES["V4_DSPARK"], SHAPES["V4_DSPARK"]).draft == "self"  # its own path
+    elsewhere = detect(c.FLASH_0731, name="elsewhere")
+    assert resolve(SHAPES["V4_DSPARK"], elsewhere).draft == "separate"
     assert resolve(SHAPES["DRAFTER"]).draft == "separate"
     assert resolve(detect(c.QWEN8B_TARGET), SHAPES["DRAFTER"]).draft == "separate"
     free = resolve(detect(c.QWEN8B_TARGET), SHAPES["DRAFTER"], method="ngram", k=3)
     assert free.draft is None and [r.code for r in free.warnings] == ["W05"]
+    unnamed = resolve(SHAPES["NONE"], method="draft_model", k=3)
+    assert unnamed.draft == "separate" and [r.code for r in unnamed.warnings] == ["W05"]
+    assert not resolve(SHAPES["NONE"], SHAPES["NONE"], method="draft_model", k=3).warnings
     alias = resolve(SHAPES["V4_MTP"], method="deepseek_mtp")
     assert [r.code for r in alias.warnings] == ["W06"]
 

@@ -83,7 +83,31 @@ def test_padding_reads_v41_where_v41_keeps_it() -> None:
     assert padding is not None and (padding.size, padding.block, padding.pad) == (2304, 32, 256)
 
 
-@pytest.mark.parametrize("block", [128, [128], ["128", 128], [0, 0], "128"])
+def test_padding_reads_a_wrapped_body_with_its_own_quantiser() -> None:
+    wrapper = {"model_type": "my_wrapper", "text_config": c.PRO_0813}
+    assert config_padding(wrapper, 16) == config_padding(c.PRO_0813, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ({"moe_intermediate_size": 2048}, ["`moe_intermediate_size` is 3072", "is 2048"]),
+        ({"n_shared_experts": 2}, ["`n_shared_experts` is 1", "`text_config.n_shared_experts`"]),
+        (
+            {"quantization_config": {"weight_block_size": [32, 32]}},
+            ["is 128", "`text_config.quantization_config.weight_block_size` is 32"],
+        ),
+    ],
+)
+def test_two_sizes_are_no_padding(text: c.Config, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_padding(c.PRO_0813 | {"text_config": text}, 16)
+    assert caught.value.code == "E16"
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize("block", [128, [128], ["128", 128], [128, "128"], [0, 0], "128"])
 def test_a_strange_block_is_refused(block: object) -> None:
     with pytest.raises(ConfigError, match="weight_block_size"):
         config_padding(c.FLASH_MTP | {"quantization_config": {"weight_block_size": block}}, 2)

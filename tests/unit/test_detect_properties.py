@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from common.detect.api import Verdict, detect, resolve
 from common.detect.methods import METHODS
+from common.detect.report import verdict_rows
 from common.errors import ConfigError
 from common.testing import configs as c
 
@@ -103,7 +104,8 @@ def test_dspark_does_not_depend_on_nextn(config: dict[str, Any], nextn: int | No
 def is_complete(error: ConfigError) -> bool:
     """Names a key path or setting, and suggests something."""
     names = re.search(r"`[\w.\[\]]+`|method=|config\.json|num_speculative_tokens", error.message)
-    return bool(names and error.hints and all(error.hints)) and "What works: " in error.message
+    complete = bool(names and error.hints and all(error.hints)) and "What works: " in error.message
+    return complete and error.message.isprintable()  # hence one line, and no control codes
 
 
 @given(OURS, st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
@@ -119,11 +121,17 @@ def test_wrong_values_end_in_a_verdict_or_a_complete_refusal(
         assert re.fullmatch(r"E\d\d", error.code) and is_complete(error), error
 
 
-@given(TREES, TREES | st.dictionaries(st.sampled_from(c.DSPARK_NAMES), TREES), st.text(max_size=9))
+@given(
+    TREES | OURS,
+    TREES | st.dictionaries(st.sampled_from(c.DSPARK_NAMES), TREES),
+    st.text(max_size=9),
+)
 @settings(RELAXED, max_examples=150)
 def test_anything_at_all_ends_the_same_way(config: Any, index: Any, name: str) -> None:
     try:
-        detect(config, index=index if isinstance(index, dict) else None, name=name)
+        verdict = detect(config, index=index, name=name)
+        assert all(text.isprintable() for row in verdict_rows(verdict) for text in row)
+        json.dumps(verdict.to_json())
     except ConfigError as error:
         assert is_complete(error), error
 

@@ -300,55 +300,6 @@ def test_refused_shapes(
         assert word in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("config", "path"),
-    [
-        (c.FLASH_0731, "dspark_block_size"),
-        (c.V41, "text_config.dspark_block_size"),
-        (c.QWEN8B, "block_size"),
-        (ONLY_NESTED_B, "dflash_config.block_size"),
-        (OMNI, "eagle_config.block_size"),
-        (c.QWEN8B | {"dspark_block_size": 7}, "dspark_block_size"),
-    ],
-)
-def test_each_value_says_where_it_was_read(config: dict[str, Any], path: str) -> None:
-    assert detect(config).sources["block_size"] == path
-
-
-@pytest.mark.parametrize(
-    ("config", "both"),
-    [
-        (c.QWEN8B | {"dflash_config": {"block_size": 16}}, ["`block_size` is 7", "16"]),
-        (c.QWEN8B | {"dspark_block_size": 5}, ["`dspark_block_size` is 5", "`block_size` is 7"]),
-        (c.V41 | c.DSPARK_KEYS | {"dspark_block_size": 7}, ["`dspark_block_size` is 7", "is 5"]),
-        (
-            c.QWEN8B | {"aux_hidden_state_layer_ids": [1, 9, 17, 25, 33]},
-            ["`target_layer_ids`", "`aux_hidden_state_layer_ids`"],
-        ),
-        (
-            c.SPEC8 | {"dspark_bonus_anchor": True},
-            ["`sample_from_anchor`", "`dspark_bonus_anchor`"],
-        ),
-        (
-            c.QWEN8B | {"dspark_config": {"mask_token_id": 4}},
-            ["`dspark_config.mask_token_id` is 4"],
-        ),
-        (c.QWEN8B | {"text_config": {"markov_rank": 0}}, ["`text_config.markov_rank` is 0"]),
-    ],
-)
-def test_two_places_that_differ_are_named(config: dict[str, Any], both: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        detect(config)
-    assert caught.value.code == "E16", caught.value
-    for words in both:
-        assert words in caught.value.message
-
-
-def test_two_places_that_agree_are_fine() -> None:
-    twice = c.QWEN8B | {"dflash_config": {"block_size": 7, "mask_token_id": 151669}}
-    assert detect(twice | {"aux_hidden_state_layer_ids": [2, 10, 18, 26, 34]}).block_size == 7
-
-
 def test_names_decide_nothing_but_are_mentioned() -> None:
     plain = detect(c.FLASH_MTP, name="org/DeepSeek-V4-Flash-DSpark")
     assert plain.kind == "v4_mtp"
@@ -378,6 +329,24 @@ def test_vocabulary_copies_and_prefixes_in_the_index_do_not_disturb() -> None:
     wrapped = [f"language_model.{name}" for name in names]
     wrapper = {"model_type": "my_wrapper", "text_config": c.FLASH_0731}
     assert detect(wrapper, index=c.index_of(*wrapped)).draft_weights
+
+
+def test_a_wrapped_body_says_how_its_experts_are_stored() -> None:
+    """fp8 experts: `w1.scale` becomes `weight_scale_inv`, so this extra name collides with it."""
+    name = "mtp.0.ffn.experts.0.w1.weight_scale_inv"
+    index = c.index_of(*c.DSPARK_NAMES, name)
+    for body in (c.FLASH_0731, {"model_type": "w", "text_config": c.FLASH_0731}):
+        assert detect(body, index=index).num_stages == 3
+    fp8 = {"model_type": "w", "text_config": c.FLASH_0731 | {"expert_dtype": "fp8"}}
+    with pytest.raises(ConfigError, match="both become"):
+        detect(fp8, index=index)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": 3}, "x", 5])
+def test_an_index_that_is_none_is_refused(index: Any) -> None:
+    with pytest.raises(ConfigError, match="weight_map") as caught:
+        detect(c.FLASH_0731, index=index)
+    assert caught.value.code == "E20"
 
 
 def test_absent_confidence_head_is_noticed_in_the_index() -> None:
