@@ -35,7 +35,7 @@ class Decision:
 
     def lines(self) -> list[str]:
         """For the log at start."""
-        return startup_lines(self.draft or self.target, self.plan)
+        return startup_lines(self.plan, self.target, self.draft)
 
 
 def decide(config: VerifierConfig) -> Decision:
