@@ -4,7 +4,7 @@ Pure bookkeeping of integers; the tensors live in common/nn/paged_kv.py. Positio
 slot `block_table[p // kv_block_size] * kv_block_size + p % kv_block_size`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from verifier_svc.request import Request
 
