@@ -144,13 +144,16 @@ class Packer:
         """The used taps of all tokens that were run, side by side: [n - 1, m * d]."""
         return torch.cat([text.states[:-1, c] for c in self.columns], dim=-1)
 
-    def pack(self, texts: list[Text], anchors: list[Tensor]) -> Examples:
-        """A step over these texts; features stay in the dtype of the stored states."""
+    def pack(
+        self, texts: list[Text], anchors: list[Tensor], block_size: int | None = None
+    ) -> Examples:
+        """A step over these texts, in blocks of `block_size` (None: the drafter's) rows."""
+        size = block_size or self.block_size
         features, tokens, probs, valid = [], [], [], []
         for text, places in zip(texts, anchors, strict=True):
             num_rows = len(text.ids) - 1  # the last token was never run
             features.append(self.features(text))
-            ahead = places[:, None] + torch.arange(self.block_size + 1)
+            ahead = places[:, None] + torch.arange(size + 1)
             tokens.append(text.ids[ahead.clamp(max=num_rows)])
             valid.append(ahead[:, 1:] <= num_rows)
             probs.append(self._target_probs(text, ahead[:, :-1].clamp(max=num_rows - 1)))

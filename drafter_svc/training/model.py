@@ -251,7 +251,7 @@ class Drafter(nn.Module):
         return self.cos[positions, None].to(dtype), self.sin[positions, None].to(dtype)
 
     def _step(self, blocks: Blocks, dtype: torch.dtype) -> Step:
-        size = self.config.block_size
+        size = blocks.tokens.shape[1] - 1
         ahead = blocks.anchors[:, None] + torch.arange(size)
         places = torch.cat([torch.arange(n) for n in blocks.context_lens])
         hidden, start = [], 0
@@ -272,7 +272,7 @@ class Drafter(nn.Module):
 
         Row k - 1 of a block predicts token k after the anchor, given the true tokens before it.
         """
-        dtype, size = blocks.features.dtype, self.config.block_size
+        dtype, size = blocks.features.dtype, blocks.tokens.shape[1] - 1
         step = self._step(blocks, dtype)
         context = self.hidden_norm(self.fc(blocks.features))
         ids = torch.full((len(blocks.anchors), size), self.config.mask_token_id)

@@ -29,6 +29,7 @@ from drafter_svc.training.start import drafter_config, new_drafter, target_tenso
 log = logging.getLogger("dspark.train")
 
 SAMPLE_TEXTS = 60
+SHORT_BLOCK = 2
 STATE, PLACE = "train.safetensors", "train.json"
 
 
@@ -94,15 +95,18 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step over `texts_per_step` texts; returns loss figures."""
-        if self.cursor + self.settings.texts_per_step > len(self.order):
+        short = self.step < self.settings.short_until * self.settings.steps
+        num_texts = self.settings.texts_per_step * (3 if short else 2) // 2
+        if self.cursor + num_texts > len(self.order):
             self.epoch, self.cursor = self.epoch + 1, 0
             self.corpus = Corpus(self.settings.data)
             self.order = self._shuffled()
-        picks = self.order[self.cursor : self.cursor + self.settings.texts_per_step]
+        picks = self.order[self.cursor : self.cursor + num_texts]
         texts = [read_text(self.corpus.training[i]) for i in picks]
         rng = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
-        anchors = [choose_anchors(text, self.settings.num_anchors, rng) for text in texts]
-        examples = self.packer.pack(texts, anchors)
+        limit = None if short else self.settings.num_anchors
+        anchors = [choose_anchors(text, limit, rng) for text in texts]
+        examples = self.packer.pack(texts, anchors, SHORT_BLOCK if short else None)
         logits, confidence = self.drafter(examples.blocks)
         parts = dspark_loss(
             logits,
@@ -119,7 +123,7 @@ class Trainer:
             group["lr"] = self.rate() * group["scale"]
         self.optimiser.step()
         self.step += 1
-        self.cursor += self.settings.texts_per_step
+        self.cursor += num_texts
         return {
             "loss": parts.loss.item(),
             "ce": parts.cross_entropy.item(),
