@@ -1,6 +1,6 @@
 """Plain decoding of the default target: our forward + arg-max against transformers' generate.
 
-    python tests/bench/plain_decode.py [--dtype bf16] [--tokens 64] [--repeats 5]
+    python tests/bench/plain_decode.py [--dtype bf16] [--tokens 64] [--repeats 5] [--clock cpu]
 
 Same weights, dtype and machine, one thread, in turn. Prints tokens/s (prompt included), the median
 of the rounds' ratios, and what a forward of 1, 4, 6 and 8 rows costs: the width of a verification.
@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ PROMPTS = [
 ]
 KV_BLOCK = 16
 MAX_LEN = 1088  # tokens per request in the cost table and the decode loop
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -102,7 +104,9 @@ def theirs(
     return run
 
 
-def widths(model: DenseTarget, kv: PagedKV, context_len: int, repeats: int) -> dict[str, float]:
+def widths(
+    model: DenseTarget, kv: PagedKV, context_len: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Milliseconds of one forward + logits + arg-max: rows x requests at one context length."""
     cases = {
         f"{rows} rows" + f" x {requests}" * (requests > 1): lambda rows=rows, requests=requests: (
@@ -111,7 +115,7 @@ def widths(model: DenseTarget, kv: PagedKV, context_len: int, repeats: int) -> d
         for requests in (1, 8)
         for rows in (1, 4, 6, 8)
     }
-    seconds = interleaved(cases, repeats)
+    seconds = interleaved(cases, repeats, clock)
     return {name: round(1e3 * statistics.median(s), 1) for name, s in seconds.items()}
 
 
@@ -121,7 +125,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per request")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: on a busy machine")
     args = parser.parse_args()
+    clock = CLOCKS[args.clock]
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -134,14 +140,23 @@ def main() -> None:
     peer.generation_config.eos_token_id = None  # both run on to the last token
     prompts = prompt_ids(Tokenizer(folder))
     kv = model.new_kv(8 * MAX_LEN // KV_BLOCK, KV_BLOCK)
-    print(json.dumps({"machine": machine(), "dtype": args.dtype, "torch": torch.__version__}))
+    print(
+        json.dumps(
+            {
+                "machine": machine(),
+                "dtype": args.dtype,
+                "clock": args.clock,
+                "torch": torch.__version__,
+            }
+        )
+    )
     for requests in (1, 8):
         some = prompts[:requests]
         cases = {
             "ours": ours(model, kv, some, args.tokens),
             "transformers": theirs(peer, some, args.tokens),
         }
-        seconds = interleaved(cases, args.repeats)
+        seconds = interleaved(cases, args.repeats, clock)
         rate = {
             n: round(requests * args.tokens / statistics.median(s), 1) for n, s in seconds.items()
         }
@@ -150,7 +165,7 @@ def main() -> None:
         line = {"requests": requests, "tokens_per_s": rate, "ratio": ratio, "texts_equal": agree}
         print(json.dumps(line), flush=True)
     for context_len in (64, 300, 1000):
-        costs = widths(model, kv, context_len, 2 * args.repeats)
+        costs = widths(model, kv, context_len, 2 * args.repeats, clock)
         print(json.dumps({"context_len": context_len, "ms_per_forward": costs}), flush=True)
 
 
