@@ -1,17 +1,21 @@
 """The drafter process: parse, build, serve. Importing it does nothing."""
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
 from common.config import limit_threads, parse, run, unread_variables
 from common.logs import fields, setup
 from drafter_svc.config import DrafterConfig
+from drafter_svc.planning import decide
 
 if TYPE_CHECKING:
     from common.telemetry import Telemetry
     from drafter_svc.service import DrafterService
 
 PROG = "dspark-drafter"
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -23,19 +27,20 @@ def _start() -> None:
     config = parse(DrafterConfig, prog=PROG, description="Serves a DSpark drafter to verifiers.")
     setup("drafter", config.service.log_format, config.service.log_level)
     limit_threads(config.service.threads)  # before torch is imported
-    import logging
-
-    from common.server import serve
-    from drafter_svc.build import load
-    from drafter_svc.service import FULL_NAME, MAX_MESSAGE_BYTES, DrafterService
-
-    log = logging.getLogger(PROG)
     for name in unread_variables(DrafterConfig):
         log.warning("environment variable is not a setting", extra=fields(name=name))
+    decision = decide(config)
+    for level, line in decision.lines():
+        log.log(level, line)
+
+    from common.server import serve
+    from drafter_svc.build import load  # imports torch
+    from drafter_svc.service import FULL_NAME, MAX_MESSAGE_BYTES, DrafterService
+
     built: list[DrafterService] = []
 
     def build(telemetry: "Telemetry") -> "DrafterService":
-        drafter = load(config)
+        drafter = load(config, decision)
         log.info("drafter loaded", extra=fields(report=drafter.report.to_json()))
         built.append(
             DrafterService(

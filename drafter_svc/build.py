@@ -1,21 +1,12 @@
-"""From settings to a loaded drafter: refuse what cannot work, then read weights, then size the KV.
+"""From settings and the configs' decision to a loaded drafter: read the weights, size the KV."""
 
-The order is the point: configs are judged by `common.detect` before a weight is read or a device is
-touched.
-"""
-
-import json
-import logging
 from dataclasses import dataclass
 
 import torch
 
 from common.contract import Contract
-from common.detect.api import resolve
-from common.detect.files import detect_checkpoint
-from common.errors import ConfigError, StartupError
+from common.errors import StartupError
 from common.loading.safetensors_files import LoadReport
-from common.logs import fields
 from common.models.contracts import contract_of
 from common.models.dspark_qwen3 import DSparkQwen3, load_drafter
 from common.models.registry import read_target_config
@@ -23,9 +14,8 @@ from common.nn.paged_kv import PagedKV
 from common.tensors import DTYPES
 from drafter_svc.config import DrafterConfig
 from drafter_svc.engine import DraftEngine
+from drafter_svc.planning import Decision
 from drafter_svc.sessions import Limits, SessionTable
-
-log = logging.getLogger(__name__)
 
 DEFAULT_KV_MEMORY_MB = 256
 
@@ -42,28 +32,8 @@ class LoadedDrafter:
     report: LoadReport
 
 
-def judge(config: DrafterConfig) -> str:
-    """The detection's verdict on the drafter as JSON; warnings are logged.
-
-    Raises ConfigError; reads no weight.
-    """
-    draft = detect_checkpoint(config.model)
-    plan = resolve(detect_checkpoint(config.target_model), draft, method="dspark")
-    if draft.layout == "fill_in":
-        raise ConfigError(
-            "E05",
-            f"{draft.label} drafts in the fill-in layout ({draft.sources.get('layout')}), whose "
-            "anchor row predicts nothing; this service runs anchor-first blocks only. What works: "
-            "a drafter trained anchor-first",
-        )
-    for remark in dict.fromkeys((*draft.warnings, *plan.warnings)):
-        log.warning(remark.message, extra=fields(code=remark.code))
-    return json.dumps(draft.to_json())
-
-
-def load(config: DrafterConfig) -> LoadedDrafter:
-    """Raises StartupError (ConfigError, LoadError) with what is wrong and the way out."""
-    verdict_json = judge(config)
+def load(config: DrafterConfig, decision: Decision) -> LoadedDrafter:
+    """Raises StartupError (LoadError) with what is wrong and the way out."""
     device = _device(config.device)
     torch.set_num_threads(config.service.threads)
     model, report = load_drafter(config.model, config.target_model, DTYPES[config.dtype], device)
@@ -83,7 +53,7 @@ def load(config: DrafterConfig) -> LoadedDrafter:
         limits=limits,
         contract=contract_of(model.config, target),
         feature_width=model.config.feature_width,
-        verdict_json=verdict_json,
+        verdict_json=decision.to_json(),
         report=report,
     )
 

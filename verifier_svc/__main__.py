@@ -31,8 +31,8 @@ def _start() -> None:
     if unread := unread_variables(VerifierConfig):
         log.warning("variables that no setting reads", extra=fields(names=", ".join(unread)))
     decision = decide(config)
-    for line in decision.lines():
-        log.info(line)
+    for level, line in decision.lines():
+        log.log(level, line)
 
     def build(telemetry: Telemetry) -> Service:
         from verifier_svc.build import build_service  # imports torch

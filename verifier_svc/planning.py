@@ -6,8 +6,10 @@ Runs before torch is imported and before a weight is read; everything that canno
 import json
 from dataclasses import dataclass
 
-from common.detect.api import Plan, Verdict, resolve
+from common.detect.api import Plan, Remark, Verdict, resolve
 from common.detect.files import detect_checkpoint
+from common.detect.pairing import check_layout, check_target
+from common.detect.refusal import show
 from common.detect.report import startup_lines
 from common.errors import StartupError
 from verifier_svc.config import VerifierConfig
@@ -33,28 +35,54 @@ class Decision:
             {"target": self.target.to_json(), "draft": draft, "plan": self.plan.to_json()}
         )
 
-    def lines(self) -> list[str]:
-        """For the log at start."""
+    def lines(self) -> list[tuple[int, str]]:
+        """(logging level, line) for the log at start."""
         return startup_lines(self.plan, self.target, self.draft)
 
 
 def decide(config: VerifierConfig) -> Decision:
     """Raises StartupError, mostly as ConfigError with the rule's code and the way out."""
     target = detect_checkpoint(config.model)
+    check_target(target)
+    wishes = {
+        "--method": config.method,
+        "--draft-model": config.draft_model,
+        "--num-speculative-tokens": config.num_speculative_tokens,
+    }
+    asked = [f"{flag} {value}" for flag, value in wishes.items() if value is not None]
+    if not asked:  # then there is no --drafter either: it needs --draft-model
+        return Decision(target, None, Plan(None, None, config.k_policy, notes=_unused(target)))
     draft = None if config.draft_model is None else detect_checkpoint(config.draft_model)
     plan = resolve(target, draft, config.method, config.num_speculative_tokens, config.k_policy)
-    if plan.method not in (None, "dspark"):
+    if plan.method != "dspark":
         raise StartupError(
-            f"method {plan.method!r} can run on {target.label}, but this verifier only drafts with "
+            f"method {plan.method!r} can run on {target.label}, but this verifier drafts only with "
             "'dspark'; leave out --method and --num-speculative-tokens to decode plainly"
         )
-    if plan.method is not None and config.drafter is None and config.method is not None:
+    if config.drafter is None:
         raise StartupError(
-            f"--method {config.method} needs a drafter service; give --drafter ADDRESS"
+            f"{', '.join(asked)}: drafting needs a drafter service; give --drafter ADDRESS and "
+            "--draft-model PATH, or leave all of them out to decode plainly"
         )
-    if config.drafter is not None and plan.draft != "separate":
-        raise StartupError(
-            f"--drafter {config.drafter} serves separate drafters, but the plan for {target.label} "
-            f"is {plan.draft or 'no drafting'}; give --draft-model or leave out --drafter"
-        )
+    check_layout(draft or target)
     return Decision(target, draft, plan)
+
+
+def _unused(target: Verdict) -> tuple[Remark, ...]:
+    """What the target ships to draft with and nobody asked for, and how it would be used."""
+    if target.kind == "v4_dspark":
+        folder = show(target.name)
+        text = (
+            f"{target.label} ships a DSpark drafter (B = {target.block_size}), which stays unused: "
+            f"start dspark-drafter --model {folder} --target-model {folder} and give this verifier "
+            f"--draft-model {folder} --drafter ADDRESS"
+        )
+    elif target.kind == "v4_mtp":
+        text = (
+            f"{target.label} ships a classic MTP head, which stays unused: this verifier drafts "
+            "only with 'dspark'; a DSpark drafter made for this target is named by --drafter "
+            "ADDRESS and --draft-model PATH"
+        )
+    else:
+        return ()
+    return (Remark("I05", text),)

@@ -57,6 +57,17 @@ def check_target(target: Verdict) -> None:
         )
 
 
+def check_layout(draft: Verdict) -> None:
+    """Refuses the fill-in layout (E05): both services run anchor-first blocks only."""
+    if draft.layout == "fill_in":
+        raise refuse(
+            "E05",
+            f"{draft.label} drafts in the fill-in layout (`{draft.sources['layout']}`): its "
+            "anchor's row predicts nothing. The services here run anchor-first blocks only.",
+            "a drafter trained with `sample_from_anchor` true",
+        )
+
+
 def check_servable_taps(draft: Verdict, num_layers: int | None) -> list[Remark]:
     """Refuses the embedding tap (E14): it can be described, not served. Warns of the last layer.
 

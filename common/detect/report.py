@@ -3,6 +3,8 @@
 Knows how to word values, not how to print them.
 """
 
+from logging import INFO, WARNING
+
 from common.detect.padding import Padding
 from common.detect.refusal import one_line
 from common.detect.verdict import Plan, Verdict
@@ -69,13 +71,19 @@ def padding_rows(padding: Padding) -> list[Row]:
     return [("shared-expert padding", text)]
 
 
-def startup_lines(plan: Plan, target: Verdict, draft: Verdict | None = None) -> list[str]:
-    """What a service logs before it loads: the plan, then every warning and note, each once."""
+def startup_lines(
+    plan: Plan, target: Verdict, draft: Verdict | None = None
+) -> list[tuple[int, str]]:
+    """(logging level, line) of what a service says before it loads.
+
+    The plan, then every warning and note of the target, the drafter and the plan, each once.
+    """
     parts = [part for part in (target, draft, plan) if part is not None]
-    warnings = [remark for part in parts for remark in part.warnings]
-    notes = [remark for part in parts for remark in part.notes]
-    lines = [f"{label}: {text}" for label, text in plan_rows(plan)]
-    return lines + [f"{r.code}: {one_line(r.message)}" for r in dict.fromkeys(warnings + notes)]
+    lines = [(INFO, f"{label}: {text}") for label, text in plan_rows(plan)]
+    for level, kind in ((WARNING, "warnings"), (INFO, "notes")):
+        remarks = dict.fromkeys(remark for part in parts for remark in getattr(part, kind))
+        lines += [(level, f"{r.code}: {one_line(r.message)}") for r in remarks]
+    return lines
 
 
 def _words(value: object) -> str:

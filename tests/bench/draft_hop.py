@@ -30,6 +30,7 @@ from common.testing.tiny import tiny_drafter, tiny_target
 from drafter_svc.batcher import RowForm
 from drafter_svc.build import load
 from drafter_svc.config import DrafterConfig
+from drafter_svc.planning import decide
 from verifier_svc.draft_link import LinkSettings
 from verifier_svc.draft_sync import LinkLimits
 from verifier_svc.drafter_client import DrafterClient
@@ -135,7 +136,7 @@ def main() -> None:
             folder / "draft", target, block_size=BLOCK, draft_vocab=args.draft_vocab
         )
         config = DrafterConfig(model=draft, target_model=target, dtype="fp32")
-        drafter = load(config)
+        drafter = load(config, decide(config))
         rows = Rows(drafter.feature_width)
         form = RowForm(False, "bf16", drafter.feature_width)
         contract = read_contract(draft, target)

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,14 @@ def test_it_is_a_subcommand(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_services_log_the_plan_and_every_remark() -> None:
     verdict = detect(c.FLASH_0731, index=c.IDX_DSPARK)
     lines = startup_lines(resolve(verdict, k=7), verdict)
-    assert lines[0].startswith("method: dspark by the checkpoint itself")
-    assert [line.split(":")[0] for line in lines[2:]] == ["W03", "W02"]
+    assert lines[0] == (INFO, "method: dspark by the checkpoint itself")
+    assert [(level, line.split(":")[0]) for level, line in lines[2:]] == [
+        (WARNING, "W03"),
+        (WARNING, "W02"),
+    ]
     target = detect(c.QWEN8B_TARGET, name="qwen3-dspark")
     draft = detect(c.QWEN8B | {"draft_vocab_size": 32000}, name="a-dflash")
     lines = startup_lines(resolve(target, draft), target, draft)
-    assert lines[0].startswith("method: dspark by a separate drafter")
-    assert [line.split(":")[0] for line in lines[2:]] == ["W04", "W04", "I04", "I01"]
-    assert "qwen3-dspark" in lines[2] and "a-dflash" in lines[3]
+    assert lines[0] == (INFO, "method: dspark by a separate drafter")
+    assert [line.split(":")[0] for _, line in lines[2:]] == ["W04", "W04", "I04", "I01"]
+    assert "qwen3-dspark" in lines[2][1] and "a-dflash" in lines[3][1]

@@ -1,4 +1,4 @@
-"""drafter_svc/config.py and build.py: what cannot work is refused before a weight is read."""
+"""The drafter's settings, planning and building: what cannot work is refused first."""
 
 import json
 from collections.abc import Callable
@@ -14,8 +14,13 @@ from common.errors import ConfigError, StartupError
 from common.testing.tiny import tiny_drafter, tiny_target
 from drafter_svc import build
 from drafter_svc.config import DrafterConfig
+from drafter_svc.planning import decide
 
 torch.set_num_threads(1)
+
+
+def load(config: DrafterConfig) -> build.LoadedDrafter:
+    return build.load(config, decide(config))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def changed(config: DrafterConfig, tmp_path: Path) -> Callable[..., DrafterConfi
 
 
 def test_a_good_pair_loads_and_says_what_it_is(config: DrafterConfig) -> None:
-    loaded = build.load(config)
+    loaded = load(config)
     assert loaded.contract.target_layer_ids == (0, 1) and loaded.contract.target_family == "llama"
     assert loaded.feature_width == 64 and loaded.report.num_tensors == 19
     assert json.loads(loaded.verdict_json)["kind"] == "drafter"
@@ -49,9 +54,9 @@ def test_a_good_pair_loads_and_says_what_it_is(config: DrafterConfig) -> None:
 
 def test_kv_is_sized_by_memory_or_by_blocks(config: DrafterConfig) -> None:
     slot_bytes = 2 * 2 * 8 * 4  # k and v, 2 heads of 8, fp32, 1 layer
-    sized = build.load(replace(config, kv_memory_mb=1))
+    sized = load(replace(config, kv_memory_mb=1))
     assert sized.limits.num_blocks == (1 << 20) // (slot_bytes * 16)
-    small = build.load(replace(config, kv_blocks=3))
+    small = load(replace(config, kv_blocks=3))
     assert (small.limits.num_blocks, small.limits.max_context_len) == (3, 48)
 
 
@@ -70,13 +75,13 @@ def test_a_config_that_cannot_work_is_refused_by_rule(
 ) -> None:
     values, code, said = BAD_CONFIGS[case]
     with pytest.raises(ConfigError) as caught:
-        build.load(changed(**values))  # there are no weights: they would be missed later
+        decide(changed(**values))
     assert caught.value.code == code and said in caught.value.message
 
 
 def test_a_missing_folder_is_refused(config: DrafterConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        build.load(replace(config, model=tmp_path / "nowhere"))
+        decide(replace(config, model=tmp_path / "nowhere"))
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -89,7 +94,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_cannot_work_are_refused(config: DrafterConfig, case: str) -> None:
     values, said = BAD_SETTINGS[case]
     with pytest.raises(StartupError) as caught:
-        build.load(replace(config, **values))
+        load(replace(config, **values))
     assert said in caught.value.message
 
 

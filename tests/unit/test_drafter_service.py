@@ -16,6 +16,7 @@ from common.telemetry import Telemetry
 from common.testing.tiny import tiny_drafter, tiny_target
 from drafter_svc import build
 from drafter_svc.config import DrafterConfig
+from drafter_svc.planning import decide
 from drafter_svc.service import FULL_NAME, DrafterService
 
 torch.set_num_threads(1)
@@ -76,7 +77,7 @@ def play(config: DrafterConfig) -> Callable[[Scene], DrafterService]:
 
     def run(scene: Scene) -> DrafterService:
         async def main() -> DrafterService:
-            drafter = build.load(config)
+            drafter = build.load(config, decide(config))
             service = DrafterService(drafter, Telemetry(), max_verifiers=2, max_step_rows=8)
             health = Health(FULL_NAME)
             await service.start(health)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from common.config import parse
 from common.errors import ConfigError, LoadError, StartupError
 from common.telemetry import Telemetry
+from common.testing.configs import FLASH_0731, FLASH_MTP, QWEN8B, QWEN8B_TARGET
 from common.testing.tiny import tiny_drafter, tiny_target
 from verifier_svc.build import build_service
 from verifier_svc.config import VerifierConfig
@@ -47,7 +49,53 @@ def test_the_plan_comes_from_the_configs(folders: tuple[Path, Path]) -> None:
     assert told["plan"]["method"] == "dspark" and told["draft"]["block_size"] == 4
     flags = ["--num-speculative-tokens", "2", "--k-policy", "lenient"]
     lenient = decide(settings("--model", target, "--draft-model", draft, *LINK, *flags))
-    assert lenient.max_drafts == 2 and any("W01" in line for line in lenient.lines())
+    assert lenient.max_drafts == 2 and any("W01" in line for _, line in lenient.lines())
+
+
+def only_config(folder: Path, config: dict[str, Any]) -> Path:
+    """A folder that holds nothing but a config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (FLASH_0731, "ships a DSpark drafter (B = 5), which stays unused: start dspark-drafter"),
+        (FLASH_MTP, "ships a classic MTP head, which stays unused: this verifier drafts only with"),
+        (QWEN8B_TARGET, ""),
+    ],
+)
+def test_a_target_nobody_wants_drafts_for_is_served_plainly(
+    tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    folder = only_config(tmp_path / "target", config)
+    # Draft weights that a quantiser dropped do not matter either.
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"head.weight": "a"}}')
+    decision = decide(settings("--model", folder))
+    assert decision.max_drafts == 0 and decision.plan.method is None
+    told = [line for _, line in decision.lines() if line.startswith("I05")]
+    assert [says in line and str(folder) in line for line in told] == [True] * bool(says)
+    assert decision.lines()[0] == (logging.INFO, "plan: no drafts")
+
+
+def test_a_drafter_inside_the_target_is_named_by_the_same_folder(tmp_path: Path) -> None:
+    folder = only_config(tmp_path / "target", FLASH_0731)
+    decision = decide(settings("--model", folder, "--draft-model", folder, *LINK))
+    assert (decision.plan.draft, decision.max_drafts) == ("self", 5)
+    other = only_config(tmp_path / "copy", FLASH_0731)
+    decision = decide(settings("--model", folder, "--draft-model", other, *LINK))
+    assert (decision.plan.draft, decision.max_drafts) == ("separate", 5)
+
+
+def test_warnings_of_target_and_draft_are_both_logged(tmp_path: Path) -> None:
+    target = only_config(tmp_path / "qwen3-dspark", QWEN8B_TARGET)
+    draft = only_config(tmp_path / "qwen3-eagle", QWEN8B)
+    lines = decide(settings("--model", target, "--draft-model", draft, *LINK)).lines()
+    warnings = [line for level, line in lines if level == logging.WARNING]
+    assert len(warnings) == 2 and all(line.startswith("W04") for line in warnings)
+    assert "'qwen3-dspark'" in warnings[0] and "'qwen3-eagle'" in warnings[1]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +106,10 @@ def test_the_plan_comes_from_the_configs(folders: tuple[Path, Path]) -> None:
         (["--kv-blocks", "8", "--kv-memory-mb", "8"], "give one of them"),
         (["--max-running", "9", "--max-batch-tokens", "8"], "at least one row"),
         (["--method", "eagl"], "is not known"),
-        (["--method", "ngram", "--num-speculative-tokens", "3"], "only drafts with 'dspark'"),
+        (["--method", "ngram", "--num-speculative-tokens", "3"], "drafts only with 'dspark'"),
         (["--draft-model", "DRAFT", "--method", "dspark"], "needs a drafter service"),
+        (["--draft-model", "DRAFT"], "needs a drafter service"),
+        (["--num-speculative-tokens", "3"], "has nothing"),
         (["--draft-model", "TARGET", *LINK], "has nothing"),
         (["--draft-model", "DRAFT", "--num-speculative-tokens", "2", *LINK], "2"),
         (["--device", "tpu9"], "--device 'tpu9' is unknown"),
