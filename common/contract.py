@@ -19,6 +19,7 @@ class Contract:
     block_size: int
     mask_token_id: int
     rope: str
+    context_window: int = 0
 
     def differences(self, other: "Contract") -> list[str]:
         """One line per field that differs, naming both values; empty when the two agree."""

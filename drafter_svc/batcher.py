@@ -43,6 +43,7 @@ class Entry:
     num_drafts: int
     anchor_id: int
     sampling: Sampling = GREEDY
+    first_len: int = 0
 
     @property
     def anchor_position(self) -> int:

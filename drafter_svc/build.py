@@ -8,9 +8,9 @@ from common.contract import Contract
 from common.errors import StartupError
 from common.loading.safetensors_files import LoadReport
 from common.models.contracts import contract_of
-from common.models.dspark_qwen3 import DSparkQwen3, load_drafter
+from common.models.drafters import load_drafter
+from common.models.interfaces import DraftModel, KVCache
 from common.models.registry import read_target_config
-from common.nn.paged_kv import PagedKV
 from common.tensors import DTYPES
 from drafter_svc.config import DrafterConfig
 from drafter_svc.engine import DraftEngine
@@ -38,14 +38,16 @@ def load(config: DrafterConfig, decision: Decision) -> LoadedDrafter:
     torch.set_num_threads(config.service.threads)
     model, report = load_drafter(config.model, config.target_model, DTYPES[config.dtype], device)
     target = read_target_config(config.target_model)
-    kv = _new_kv(model, config)
+    kv, window = _new_kv(model, config), model.config.context_window
+    longest = target.max_context_len
     limits = Limits(
         num_blocks=kv.num_blocks,
         kv_block_size=kv.kv_block_size,
         block_size=model.config.block_size,
         max_sessions=config.max_sessions,
         max_sessions_per_link=config.max_sessions_per_verifier or config.max_sessions,
-        max_context_len=min(kv.num_slots, target.max_context_len),
+        max_context_len=longest if window else min(kv.num_slots, longest),
+        context_window=window,
         evict_idle_s=config.evict_idle_seconds,
     )
     return LoadedDrafter(
@@ -68,13 +70,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _new_kv(model: DSparkQwen3, config: DrafterConfig) -> PagedKV:
+def _new_kv(model: DraftModel, config: DrafterConfig) -> KVCache:
     """The context cache; StartupError when one session's block would not even fit."""
     num_blocks = config.kv_blocks
     if num_blocks is None:
         budget = (config.kv_memory_mb or DEFAULT_KV_MEMORY_MB) << 20
         num_blocks = budget // model.new_kv(1, config.kv_block_size).num_bytes
-    needed = model.config.block_size + 1
+    needed = model.config.block_size + max(1, model.config.context_window)
     if num_blocks * config.kv_block_size < needed:
         raise StartupError(
             f"{num_blocks} KV blocks of {config.kv_block_size} tokens cannot hold one session of "

@@ -10,15 +10,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.models.dspark_qwen3 import DSparkQwen3
-from common.nn.paged_kv import PagedKV
+from common.models.interfaces import DraftModel, KVCache
 from common.tensors import from_bytes
 from drafter_svc.batcher import (
     DraftMode,
@@ -102,7 +101,7 @@ class _Wish:
 class DraftEngine:
     """One batch of work at a time: `run` answers it, `catch_up` then does what could wait."""
 
-    def __init__(self, model: DSparkQwen3, sessions: SessionTable, kv: PagedKV) -> None:
+    def __init__(self, model: DraftModel, sessions: SessionTable, kv: KVCache) -> None:
         self._model, self._sessions, self._kv = model, sessions, kv
         self._waiting: list[_Span] = []  # admitted rows of sessions that do not draft now
         self.counts: Counter[str] = Counter()  # "stale", "superseded" entries since the start
@@ -187,7 +186,13 @@ class DraftEngine:
                 reply.proposals.append(Proposal(entry, Status.INVALID, fault))
                 continue
             session = self._sessions.extend(
-                step.link, entry.session_id, entry.epoch, entry.base_len, entry.num_rows, now
+                step.link,
+                entry.session_id,
+                entry.epoch,
+                entry.base_len,
+                entry.num_rows,
+                now,
+                entry.first_len,
             )
             if isinstance(session, Refusal):
                 if session.status is Status.STALE:
@@ -204,6 +209,14 @@ class DraftEngine:
     def _fault(self, entry: Entry) -> str | None:
         """What is wrong with the entry's own values, naming the value and what is allowed."""
         config, sampling = self._model.config, entry.sampling
+        first_needed = max(0, entry.anchor_position - config.context_window)
+        if entry.first_len and not config.context_window:
+            return f"first_len {entry.first_len}: this drafter needs all rows from position 0 on"
+        if entry.first_len > (first_needed if entry.num_drafts else entry.base_len):
+            return (
+                f"first_len {entry.first_len} leaves out rows that an anchor at "
+                f"{entry.anchor_position} needs; a block sees {config.context_window} of them"
+            )
         if entry.num_drafts > config.block_size:
             return f"num_draft_tokens {entry.num_drafts}: a block has {config.block_size}"
         if entry.num_drafts and not 0 <= entry.anchor_id < config.vocab_size:
@@ -218,7 +231,7 @@ class DraftEngine:
     def _ingest(self, spans: Iterable[_Span]) -> None:
         """Context keys and values of all rows, one forward per wire form."""
         by_form: dict[RowForm, list[_Span]] = {}
-        for span in spans:
+        for span in map(self._kept, spans):
             if span.session.live and len(span.rows):  # a later entry may have ended the session
                 by_form.setdefault(span.form, []).append(span)
         for form, group in by_form.items():
@@ -235,6 +248,13 @@ class DraftEngine:
                 torch.from_numpy(slots).to(self._model.device),
                 torch.from_numpy(positions).to(self._model.device),
             )
+
+    def _kept(self, span: _Span) -> _Span:
+        """Without rows that fell out of the window since they were admitted."""
+        first_kept = span.session.num_forgotten * self._kv.kv_block_size
+        if span.start >= first_kept:
+            return span
+        return replace(span, start=first_kept, rows=span.rows[first_kept - span.start :])
 
     def _slots(self, span: _Span) -> NDArray[np.int64]:
         size, stop = self._kv.kv_block_size, span.start + len(span.rows)

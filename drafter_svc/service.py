@@ -332,6 +332,7 @@ def _entry_from_pb(entry: pb.Entry) -> Entry:
         entry.num_draft_tokens,
         entry.anchor_id,
         _sampling_from_pb(entry.sampling) if entry.HasField("sampling") else GREEDY,
+        entry.first_len,
     )
 
 

@@ -3,7 +3,10 @@
 Pure: knows neither torch nor grpc nor the clock (callers pass `now`). Engine thread only.
 
 A session is named by (link, session id): `link` is one verifier's stream. Any refusal but STALE
-means that the session is not held any more, so that one answer fits them all: restart at row 0.
+means that the session is not held any more, so that one answer fits them all: restart it.
+
+Where blocks of drafts attend to a window only, rows may begin later than position 0, and blocks of
+rows that fell out of the window are given back.
 """
 
 import enum
@@ -20,6 +23,9 @@ class Status(enum.Enum):
     NO_ROOM = "no_room"
     INVALID = "invalid"
     STALE = "stale"  # belongs to an earlier epoch: dropped and counted
+
+
+NO_BLOCK = -1  # place of a block table whose rows are not held any more, or never were
 
 
 @dataclass(frozen=True)
@@ -40,20 +46,31 @@ class Limits:
     max_sessions: int  # of all verifiers together
     max_sessions_per_link: int
     max_context_len: int  # tokens one session may hold, scratch included
+    context_window: int = 0  # newest rows that drafting looks at; 0: all
     evict_idle_s: float = 1.0  # a session unused for so long makes room for others
 
 
 @dataclass(eq=False)
 class Session:
-    """One request's context. `length` rows are held: the position of the next anchor."""
+    """One request's context: rows of positions [first_len, length); the next anchor's is length.
+
+    Of the block table's places, the first `num_forgotten` have no block.
+    """
 
     link: int
     session_id: int
     epoch: int
+    first_len: int = 0
     length: int = 0
+    num_forgotten: int = 0
     block_table: list[int] = field(default_factory=list)
     last_used: float = 0.0  # caller's clock, seconds
     live: bool = True  # False once its blocks went back
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that it owns."""
+        return self.block_table[self.num_forgotten :]
 
 
 class SessionTable:
@@ -104,12 +121,19 @@ class SessionTable:
         return evicted
 
     def extend(
-        self, link: int, session_id: int, epoch: int, base_len: int, num_rows: int, now: float
+        self,
+        link: int,
+        session_id: int,
+        epoch: int,
+        base_len: int,
+        num_rows: int,
+        now: float,
+        first_len: int = 0,
     ) -> Session | Refusal:
         """Makes room for rows [base_len, base_len + num_rows) and the scratch block behind them.
 
-        `base_len` 0 with a new epoch starts the session. On success the rows count as held: the
-        caller writes them before it drafts from the session.
+        `base_len` equal to `first_len` with a new epoch starts the session. On success the rows
+        count as held: the caller writes them before it drafts from the session.
         """
         assert link in self._links, f"link {link} was never opened"
         session = self._sessions.get((link, session_id))
@@ -119,13 +143,17 @@ class SessionTable:
             self._drop(session)
             session = None
         if session is None:
-            if base_len > 0:
-                detail = f"{base_len} rows of epoch {epoch} are not held here"
+            if base_len > first_len:
+                detail = f"{base_len - first_len} rows of epoch {epoch} are not held here"
                 return Refusal(Status.UNKNOWN_SESSION, detail)
-            session = Session(link, session_id, epoch)
-        elif base_len != session.length:
+            session = Session(link, session_id, epoch, first_len, first_len)
+            self._forget(session, first_len)
+        elif (base_len, first_len) != (session.length, session.first_len):
             self._drop(session)
-            detail = f"{session.length} rows are held, base_len is {base_len}"
+            detail = (
+                f"rows {session.first_len}..{session.length} are held, first_len is {first_len}, "
+                f"base_len is {base_len}"
+            )
             return Refusal(Status.BASE_MISMATCH, detail)
         refusal = self._grow(session, num_rows, now)
         if refusal is not None:
@@ -136,6 +164,8 @@ class SessionTable:
     def _grow(self, session: Session, num_rows: int, now: float) -> Refusal | None:
         """Gives `session` its blocks and enters it into the table, or says why not."""
         limits, key = self.limits, (session.link, session.session_id)
+        if limits.context_window:
+            self._forget(session, session.length - limits.context_window)
         total = session.length + num_rows + limits.block_size
         if total > limits.max_context_len:
             return Refusal(
@@ -179,8 +209,8 @@ class SessionTable:
             yields = within_share and other.last_used < now and held[other.link] > share
             if idle or yields:
                 victims.append(other)
-                room, slots = room + len(other.block_table), slots + 1
-                held[other.link] -= len(other.block_table)
+                room, slots = room + len(other.blocks), slots + 1
+                held[other.link] -= len(other.blocks)
                 if room >= num_blocks and slots >= opening:
                     for victim in victims:
                         self._drop(victim)
@@ -191,6 +221,19 @@ class SessionTable:
     def _drop(self, session: Session) -> None:
         del self._sessions[session.link, session.session_id]
         session.live = False
-        self._free += reversed(session.block_table)  # so that the next owner gets a run
-        self._blocks_of[session.link] -= len(session.block_table)
+        self._give_back(session, session.blocks)
         self._sessions_of[session.link] -= 1
+
+    def _forget(self, session: Session, first_len: int) -> None:
+        """Nothing before position `first_len` will be looked at: its whole blocks go back."""
+        keep = first_len // self.limits.kv_block_size
+        table, start = session.block_table, session.num_forgotten
+        if keep <= start:
+            return
+        self._give_back(session, table[start:keep])
+        table[start:keep] = [NO_BLOCK] * (keep - start)
+        session.num_forgotten = keep
+
+    def _give_back(self, session: Session, blocks: list[int]) -> None:
+        self._free += reversed(blocks)  # so that the next owner gets a run
+        self._blocks_of[session.link] -= len(blocks)

@@ -13,8 +13,8 @@ from common.contract import Contract
 from common.errors import StartupError
 from common.loading.tokenizer import StreamDecoder, Tokenizer
 from common.models.contracts import read_contract
-from common.models.dense import DenseTarget, Numerics
-from common.models.dspark_qwen3 import load_projector
+from common.models.drafters import load_projector
+from common.models.interfaces import KVCache, Numerics, TargetFacts
 from common.models.registry import load_target, read_target_config
 from common.telemetry import Telemetry
 from common.tensors import DTYPES
@@ -27,6 +27,7 @@ from verifier_svc.engine import Engine
 from verifier_svc.events import Event
 from verifier_svc.features import FeatureStore
 from verifier_svc.kv_blocks import KVBlocks
+from verifier_svc.kv_sizing import kv_block_size, make_kv
 from verifier_svc.observing import Observer
 from verifier_svc.planning import Decision
 from verifier_svc.request import Request
@@ -34,8 +35,6 @@ from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.service import ModelInfo, VerifierService
 from verifier_svc.verify_len import VerifyLength, load_sts
-
-DEFAULT_KV_MEMORY_MB = 512
 
 
 def build_service(
@@ -50,34 +49,36 @@ def build_service(
     contract = None
     if config.drafter is not None and config.draft_model is not None:
         contract = read_contract(config.draft_model, config.model)
-    max_context_len = _max_context_len(config)
+    target = read_target_config(config.model)
+    max_context_len = _max_context_len(config, target)
+    block_size = kv_block_size(config, target)
     numerics: Numerics = "batch_invariant" if config.batch_invariant else "fast"
     model, report = load_target(config.model, DTYPES[config.dtype], device, numerics)
 
     width = 0 if contract is None else _feature_width(config, contract)
-    num_blocks = _num_kv_blocks(config, model, width)
-    num_slots = num_blocks * config.kv_block_size
-    features = _feature_store(config, num_slots, width)
-    taps = () if contract is None else contract.target_layer_ids
-    runner = Runner(model, num_blocks, config.kv_block_size, features, taps)
+    row_bytes = width * DTYPES[_feature_dtype(config)].itemsize
+    keep_all = contract is not None and not contract.context_window
+    kv = make_kv(config, model, block_size, row_bytes, max_drafts, keep_all=keep_all)
     drafter = None if contract is None else _drafter(config, contract, telemetry)
 
     def decoder_for(request: Request) -> StreamDecoder:
         return StreamDecoder(tokenizer, request.token_ids[: request.num_prompt])
 
     scheduler = Scheduler(
-        KVBlocks(num_blocks, config.kv_block_size),
+        KVBlocks(kv.num_blocks, block_size, kv.release),
         SchedulerLimits(config.max_running, config.max_batch_tokens, max_drafts),
         decoder_for,
         (drafter or NoDrafter()).release,
     )
     to_loop = _Relay(asyncio.get_running_loop())
+    taps = () if contract is None else contract.target_layer_ids
+    runner = Runner(model, kv, _feature_store(config, kv, width), taps)
     engine = Engine(
         scheduler, runner, drafter or NoDrafter(), verify_length, to_loop.emit, config.max_waiting
     )
     limits = Limits(
         vocab_size=model.config.vocab_size,
-        max_context_len=min(max_context_len, num_slots),
+        max_context_len=min(max_context_len, kv.num_blocks * block_size),
         eos_token_ids=frozenset(model.config.eos_token_ids),
     )
     service = VerifierService(
@@ -116,8 +117,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _max_context_len(config: VerifierConfig) -> int:
-    own = read_target_config(config.model).max_context_len
+def _max_context_len(config: VerifierConfig, target: TargetFacts) -> int:
+    own = target.max_context_len
     wished = config.max_context_len
     if wished is not None and wished > own:
         raise StartupError(
@@ -147,35 +148,13 @@ def _feature_width(config: VerifierConfig, contract: Contract) -> int:
     return contract.hidden_size * (1 if projected else len(contract.target_layer_ids))
 
 
-def _feature_store(config: VerifierConfig, num_slots: int, width: int) -> FeatureStore:
+def _feature_store(config: VerifierConfig, kv: KVCache, width: int) -> FeatureStore:
     project = None
     if width and config.feature_form == "projected":
         assert config.draft_model is not None
         dtype = DTYPES[config.dtype]
         project = load_projector(config.draft_model, config.model, dtype, config.device)
-    return FeatureStore(
-        num_slots,
-        width,
-        config.kv_block_size,
-        dtype=_feature_dtype(config),
-        device=config.device,
-        project=project,
-    )
-
-
-def _num_kv_blocks(config: VerifierConfig, model: DenseTarget, feature_width: int) -> int:
-    """As set, or as many as fit the memory with the feature rows of their slots."""
-    if config.kv_blocks is not None:
-        return config.kv_blocks
-    row_bytes = feature_width * DTYPES[_feature_dtype(config)].itemsize
-    block_bytes = model.new_kv(1, config.kv_block_size).num_bytes + row_bytes * config.kv_block_size
-    budget = (config.kv_memory_mb or DEFAULT_KV_MEMORY_MB) << 20
-    if budget < block_bytes:
-        raise StartupError(
-            f"one KV block of {config.kv_block_size} tokens takes {block_bytes} bytes, more than "
-            f"--kv-memory-mb {config.kv_memory_mb} holds; raise it or lower --kv-block-size"
-        )
-    return budget // block_bytes
+    return FeatureStore(kv, width, dtype=_feature_dtype(config), project=project)
 
 
 def _drafter(config: VerifierConfig, contract: Contract, telemetry: Telemetry) -> DrafterClient:

@@ -53,7 +53,9 @@ class VerifierConfig:
     )
 
     # Room.
-    kv_block_size: int = setting(16, "tokens per KV block", low=1, high=1024)
+    kv_block_size: int | None = setting(
+        None, "tokens per KV block; absent: 16, or the next size that the model can use", low=1
+    )
     kv_blocks: int | None = setting(None, "KV blocks; absent: what --kv-memory-mb holds", low=1)
     kv_memory_mb: int | None = setting(
         None, "MiB for the KV cache and the feature rows; absent: 512", low=1

@@ -1,40 +1,39 @@
-"""Feature rows of every position that has KV, kept on the device under the same slot numbers.
+"""Feature rows of every position whose rows the KV cache keeps, under the cache's own slots.
 
-So any row of any live request can be sent at any time: prompt rows by chunk, new rows by round, or
-all of them again to a drafter that restarted. Knows no drafter and no wire message.
+So any row that a drafter can attend to can be sent at any time: prompt rows by chunk, new rows by
+round, or all of them again to a drafter that restarted. Knows no drafter and no wire message.
 """
-
-from collections.abc import Callable
 
 import torch
 
+from common.models.interfaces import KVCache, Projection
 from common.tensors import DTYPES, to_bytes
 from verifier_svc.request import Request
 
-Projection = Callable[[torch.Tensor], torch.Tensor]  # [T, num_taps * d] -> [T, width]
-
 
 class FeatureStore:
-    """[num_slots, width]. `project` maps taps to rows in the PROJECTED form; None keeps them raw.
-
-    Without a drafter nothing is tapped and width is 0.
+    """[kv.num_slots, width]. `project` maps taps to rows in the PROJECTED form; None keeps them
+    raw. Without a drafter nothing is tapped and width is 0.
     """
 
     def __init__(
         self,
-        num_slots: int,
+        kv: KVCache,
         width: int,
-        kv_block_size: int,
         *,
         dtype: str = "bf16",
-        device: torch.device | str = "cpu",
         project: Projection | None = None,
     ) -> None:
         self.width = width
         self.wire_dtype = dtype
-        self._kv_block_size = kv_block_size
+        self._kv = kv
         self._project = project
-        self._rows = torch.zeros(num_slots, width, dtype=DTYPES[dtype], device=device)
+        self._rows = torch.zeros(kv.num_slots, width, dtype=DTYPES[dtype], device=kv.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the store."""
+        return self._rows.numel() * self._rows.element_size()
 
     def write(self, slots: torch.Tensor, taps: torch.Tensor) -> None:
         """slots: [T] int64; taps: [T, num_taps * d] as the target returns them."""
@@ -43,11 +42,10 @@ class FeatureStore:
 
     def read(self, spans: list[tuple[Request, int, int]]) -> bytes:
         """Rows of positions [start, stop) of each request, concatenated, in the wire dtype."""
-        size = self._kv_block_size
         slots = [
-            request.block_table[position // size] * size + position % size
+            slot
             for request, start, stop in spans
-            for position in range(start, stop)
+            for slot in self._kv.slots_of(request.block_table, start, stop)
         ]
         index = torch.tensor(slots, dtype=torch.int64, device=self._rows.device)
         return to_bytes(self._rows.index_select(0, index), self.wire_dtype)

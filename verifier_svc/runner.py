@@ -7,7 +7,7 @@ written again by the next round before anything reads them. Decides nothing.
 
 import torch
 
-from common.models.dense import DenseTarget
+from common.models.interfaces import KVCache, Target
 from common.nn.attention import AttentionBatch, Segment
 from verifier_svc.drafting import Drafts
 from verifier_svc.features import FeatureStore
@@ -15,20 +15,19 @@ from verifier_svc.request import Plan
 
 
 class Runner:
-    """Owns the target and its KV. `taps`: decoder layers whose outputs make the feature rows."""
+    """Runs the target on its KV. `taps`: decoder layers whose outputs make the feature rows."""
 
     def __init__(
         self,
-        model: DenseTarget,
-        num_kv_blocks: int,
-        kv_block_size: int,
+        model: Target,
+        kv: KVCache,
         features: FeatureStore,
         taps: tuple[int, ...] = (),
     ) -> None:
         self.model = model
         self.features = features
         self._taps = taps
-        self._kv = model.new_kv(num_kv_blocks, kv_block_size)
+        self._kv = kv
 
     @torch.inference_mode()
     def forward(self, plan: Plan, drafts: Drafts) -> torch.Tensor:
@@ -37,7 +36,6 @@ class Runner:
         """
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         segments: list[Segment] = []
         sampled: list[int] = []
         for entry in plan.entries:
@@ -50,11 +48,10 @@ class Runner:
             num_rows = len(token_ids) - first
             stop = start + num_rows
             positions += range(start, stop)
-            slots += self._kv.slots_of(request.block_table, start, stop)
             segments.append(Segment(first, num_rows, stop, request.block_table))
             if entry.samples:
                 sampled += range(first + entry.num_tokens - 1, first + num_rows)
-        hidden = self._run(token_ids, positions, slots, segments)
+        hidden = self._run(token_ids, positions, segments)
         if len(sampled) < len(token_ids):
             hidden = hidden[self._tensor(sampled)]
         if not sampled:
@@ -62,16 +59,19 @@ class Runner:
         return self.model.logits(hidden)
 
     def _run(
-        self,
-        token_ids: list[int],
-        positions: list[int],
-        slots: list[int],
-        segments: list[Segment],
+        self, token_ids: list[int], positions: list[int], segments: list[Segment]
     ) -> torch.Tensor:
+        self._kv.prepare(segments)
+        slots = [
+            slot
+            for s in segments
+            for slot in self._kv.slots_of(s.block_table, s.context_len - s.num_query, s.context_len)
+        ]
         batch = AttentionBatch(segments, self._tensor(slots), self._tensor(positions))
         hidden, taps = self.model.forward(self._tensor(token_ids), self._kv, batch, self._taps)
         if taps is not None:
             self.features.write(batch.slots, taps)
+        self._kv.settle(segments)
         return hidden
 
     def _tensor(self, values: list[int]) -> torch.Tensor:

@@ -6,7 +6,7 @@ Knows Llama's and Qwen3's keys; reads no weight.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.errors import LoadError
 from common.loading.safetensors_files import read_json
@@ -26,6 +26,8 @@ class TargetConfig:
     rope: RopeConfig
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
+
+    kv_block_multiple: ClassVar[int] = 1  # any KV block size will do
 
     @property
     def hidden_size(self) -> int:

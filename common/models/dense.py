@@ -10,7 +10,7 @@ logits, taps and KV depend on nothing but its own tokens.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,13 @@ from torch import Tensor
 from common.errors import StartupError
 from common.loading.safetensors_files import Checkpoint
 from common.models.config import TargetConfig
+from common.models.interfaces import Numerics
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.block import Block, RMSNorm
 from common.nn.linear import Linear
 from common.nn.paged_kv import PagedKV
 from common.nn.rope import Rotary
 
-Numerics = Literal["fast", "batch_invariant"]
 SLICE = 8  # rows of a batch-invariant slice: holds an anchor and a block of seven drafts
 
 
@@ -59,8 +59,20 @@ class DenseTarget:
         if numerics == "batch_invariant":
             self._check_invariance()
 
-    def new_kv(self, num_blocks: int, kv_block_size: int) -> PagedKV:
+    def num_recent_blocks(
+        self, kv_block_size: int, max_requests: int, max_batch_tokens: int
+    ) -> None:
+        """Old positions need as much room as new ones."""
+
+    def new_kv(
+        self,
+        num_blocks: int,
+        kv_block_size: int,
+        num_recent_blocks: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PagedKV:
         """A cache that fits this model."""
+        assert num_recent_blocks is None, num_recent_blocks
         config = self.config
         return PagedKV(
             config.num_layers,
@@ -69,7 +81,7 @@ class DenseTarget:
             config.num_kv_heads,
             config.head_dim,
             self.dtype,
-            self.device,
+            device or self.device,
         )
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ as KV slots, samples nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from common.errors import LoadError
 from common.loading.safetensors_files import Checkpoint, LoadReport, read_json
-from common.models.config import TargetConfig, block_shape, positive
+from common.models.config import block_shape, positive
+from common.models.interfaces import TargetFacts
 from common.models.markov import HEADS, ConfidenceHead, VanillaHead
 from common.models.registry import read_target_config
 from common.nn.attention import AttentionBatch, Segment
@@ -27,7 +28,6 @@ from common.nn.paged_kv import PagedKV
 from common.nn.rope import RopeConfig, Rotary, rope_config, rotate
 
 ARCHITECTURE = "Qwen3DSparkModel"
-FAMILY = "qwen3_dspark"
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,16 @@ class DrafterConfig:
     confidence_with_markov: bool
     rope: RopeConfig  # the target's
 
+    family: ClassVar[str] = "qwen3_dspark"
+    context_window: ClassVar[int] = 0  # a block attends to the whole context
+
     @property
     def feature_width(self) -> int:
         """Values per token in the RAW_LAYERS form."""
         return len(self.target_layer_ids) * self.block.hidden_size
 
 
-def drafter_config(path: Path, target: TargetConfig) -> DrafterConfig:
+def drafter_config(path: Path, target: TargetFacts) -> DrafterConfig:
     """Reads and checks config.json. LoadError names the key, its value and what is allowed."""
     raw, where = read_json(path / "config.json"), str(path / "config.json")
     architecture = (raw.get("architectures") or [None])[0]
@@ -77,7 +80,7 @@ def drafter_config(path: Path, target: TargetConfig) -> DrafterConfig:
     return config
 
 
-def _layer_ids(raw: Mapping[str, Any], where: str, target: TargetConfig) -> tuple[int, ...]:
+def _layer_ids(raw: Mapping[str, Any], where: str, target: TargetFacts) -> tuple[int, ...]:
     ids = raw.get("target_layer_ids")
     last = target.num_layers - 2  # reference code hands out the last layer's rows after a norm
     rising = isinstance(ids, list) and ids == sorted(set(ids))
@@ -89,7 +92,7 @@ def _layer_ids(raw: Mapping[str, Any], where: str, target: TargetConfig) -> tupl
     return tuple(ids)
 
 
-def _check(config: DrafterConfig, target: TargetConfig, where: str) -> None:
+def _check(config: DrafterConfig, target: TargetFacts, where: str) -> None:
     """What must hold between keys, and between drafter and target."""
     if config.block.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
         raise LoadError(
@@ -333,7 +336,7 @@ def load_drafter(
     return model, weights.finish()
 
 
-def _note_rope(path: Path, target: TargetConfig, weights: Checkpoint) -> None:
+def _note_rope(path: Path, target: TargetFacts, weights: Checkpoint) -> None:
     """Positions are the target's, so its rotation rules; a drafter's config may differ."""
     try:
         own = rope_config(read_json(path / "config.json"), target.head_dim, str(path)).canonical()

@@ -4,7 +4,7 @@ Position p of a sequence lies in slot `block_table[p // kv_block_size] * kv_bloc
 kv_block_size`. Which blocks belong to whom is the caller's business; nothing is ever cleared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,15 @@ class PagedKV:
         num_rows = slots.shape[0]
         self.k[layer].index_copy_(0, slots, k[:num_rows])
         self.v[layer].index_copy_(0, slots, v[:num_rows])
+
+    def prepare(self, segments: Sequence[object]) -> None:
+        """Nothing to do: every slot has its room."""
+
+    def settle(self, segments: Sequence[object]) -> None:
+        """Nothing to do."""
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Nothing to do: what a block holds is overwritten."""
 
     def slots_of(self, block_table: Sequence[int], start: int, stop: int) -> list[int]:
         """Slots of positions [start, stop)."""

@@ -121,13 +121,17 @@ class Requests:
             while len(table) * BLOCK < end:
                 table.append(self.free.pop())
             segments.append(Segment(start, len(ids), end, table))
-            slots += self.kv.slots_of(table, first, end)
             positions += range(first, end)
             start += len(ids)
+        self.kv.prepare(segments)
+        for name, ids in tokens.items():
+            end = self.lengths[name]
+            slots += self.kv.slots_of(self.tables[name], end - len(ids), end)
         batch = AttentionBatch(segments, torch.tensor(slots), torch.tensor(positions))
         hidden, taps = self.model.forward(
             torch.cat(list(tokens.values())), self.kv, batch, self.taps
         )
+        self.kv.settle(segments)
         sizes = [len(ids) for ids in tokens.values()]
         logits = self.model.logits(hidden).split(sizes)
         split = taps.split(sizes) if taps is not None else [None] * len(sizes)

@@ -42,7 +42,7 @@ def test_a_wrong_base_is_refused_and_the_session_is_gone() -> None:
     sessions.extend(1, 7, 1, 0, 6, 0.0)
     refused = sessions.extend(1, 7, 1, 5, 1, 0.0)
     assert isinstance(refused, Refusal) and refused.status is Status.BASE_MISMATCH
-    assert "6 rows are held, base_len is 5" in refused.detail
+    assert "rows 0..6 are held, first_len is 0, base_len is 5" in refused.detail
     assert (sessions.num_sessions, sessions.num_free_blocks) == (0, 12)
 
 

@@ -106,7 +106,8 @@ class DeepseekV4Cache:
         """reach: how many positions back from its own a row looks at window and raw rows.
         num_recent_blocks: blocks with room for window and raw rows; None: all of them.
 
-        Whoever gives a number also calls `release` for blocks that requests give back. Raises
+        Whoever gives a number also calls `prepare` before and `settle` after every forward, and
+        `release` for blocks that requests give back. Raises
         StartupError if a block would hold a fraction of an entry.
         """
         uneven = {c.rate for c in compressions if c and kv_block_size % c.rate}
@@ -116,11 +117,11 @@ class DeepseekV4Cache:
                 f"this model; {sorted(uneven)} do not divide it; take a multiple of {max(uneven)}"
             )
         self.num_blocks, self.kv_block_size = num_blocks, kv_block_size
-        self.num_slots = num_blocks * kv_block_size
         self.dtype, self.device = dtype, torch.device(device)
         self._reach = reach
         self._recent = None if num_recent_blocks is None else RecentBlocks(num_recent_blocks)
         num_pages = num_blocks if num_recent_blocks is None else num_recent_blocks
+        self.num_slots = num_pages * kv_block_size  # window rows; whatever else a position leaves
         self.layers = [
             LayerState(config, compression, num_blocks, num_pages, kv_block_size, dtype, device)
             for compression in compressions
@@ -171,9 +172,12 @@ class DeepseekV4Cache:
         return max(0, start - self._reach) // self.kv_block_size
 
     def slots_of(self, block_table: Sequence[int], start: int, stop: int) -> list[int]:
-        """Slots of positions [start, stop)."""
+        """Slots of positions [start, stop), which must have room for window rows."""
         size = self.kv_block_size
-        return [block_table[p // size] * size + p % size for p in range(start, stop)]
+        blocks = block_table[start // size : -(-stop // size)]
+        pages = blocks if self._recent is None else [self._recent.page(block) for block in blocks]
+        first = start // size
+        return [pages[p // size - first] * size + p % size for p in range(start, stop)]
 
 
 def target_reach(config: DeepseekV4Config) -> int:

@@ -5,6 +5,7 @@ which transformers also reads, replace the rates 4 and 128 behind `compress_rati
 weight; which drafter a checkpoint carries is `common.detect`'s business.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,11 @@ class DeepseekV4Config:
 
     family: ClassVar[str] = "deepseek_v4"
     num_kv_heads: ClassVar[int] = 1  # one row is both key and value of all heads
+
+    @property
+    def kv_block_multiple(self) -> int:
+        """A KV block holds whole entries only."""
+        return math.lcm(*(c.rate for c in self.compressions if c))
 
 
 def deepseek_v4_config(path: Path, raw: Mapping[str, Any]) -> DeepseekV4Config:

@@ -8,8 +8,9 @@ rows after it. Knows sessions only as slots, samples nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,6 @@ from common.models.deepseek_v4.weights import DeepseekV4Weights
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.linear import Linear
 
-FAMILY = "deepseek_v4_dspark"
-
 
 @dataclass(frozen=True)
 class DeepseekV4DrafterConfig:
@@ -41,6 +40,13 @@ class DeepseekV4DrafterConfig:
     target_layer_ids: tuple[int, ...]  # taps: outputs of these 0-based layers
     mask_token_id: int  # the noise token
     markov_rank: int
+
+    family: ClassVar[str] = "deepseek_v4_dspark"
+
+    @property
+    def context_window(self) -> int:
+        """Context rows that a block attends to at most."""
+        return self.model.sliding_window
 
     @property
     def vocab_size(self) -> int:
@@ -58,8 +64,12 @@ class DeepseekV4DrafterConfig:
         return len(self.target_layer_ids) * self.model.hidden_size
 
 
-def drafter_config(path: Path) -> DeepseekV4DrafterConfig:
-    """Raises ConfigError for DSpark keys that cannot work, LoadError for the others."""
+def drafter_config(path: Path, target_path: Path | None = None) -> DeepseekV4DrafterConfig:
+    """target_path: the target's folder, if that may be another one.
+
+    Raises ConfigError for DSpark keys that cannot work, LoadError for all else, such as a target
+    with other values than the model that this drafter was made with.
+    """
     verdict = detect_checkpoint(path)
     if verdict.kind != "v4_dspark":
         raise LoadError(
@@ -77,7 +87,21 @@ def drafter_config(path: Path) -> DeepseekV4DrafterConfig:
     # Detection refuses DSpark keys that are incomplete.
     assert stages and size and taps and noise is not None and rank, found
     model = deepseek_v4_config(path, read_json(path / "config.json"))
+    if target_path is not None:
+        _check_target(path, model, target_path)
     return DeepseekV4DrafterConfig(model, stages, size, taps, noise, rank)
+
+
+def _check_target(path: Path, model: DeepseekV4Config, target_path: Path) -> None:
+    target = deepseek_v4_config(target_path, read_json(target_path / "config.json"))
+    ours, theirs = vars(replace(model, eos_token_ids=())), vars(target)
+    differing = [key for key, value in ours.items() if value and value != theirs[key]]
+    if differing:
+        key = differing[0]
+        raise LoadError(
+            f"the drafter in {path} was made with another model than {target_path}: {key} is "
+            f"{ours[key]!r} there, {theirs[key]!r} here; use the target that it came with"
+        )
 
 
 class FeatureProjector:
@@ -236,13 +260,15 @@ def load_deepseek_v4_drafter(
     path: Path | str,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    target_path: Path | None = None,
 ) -> tuple[DSparkV4, LoadReport]:
     """The drafter alone: `mtp.*`, embedding and head, and only the shards that hold them.
 
+    target_path: see `drafter_config`; no tensor is read there.
     LoadError for a tensor or scale that is missing, left over, misshapen or in another stage than
     it belongs to; ConfigError for DSpark keys that cannot work.
     """
-    config = drafter_config(Path(path))
+    config = drafter_config(Path(path), target_path)
     weights = _weights(Path(path), config, dtype, device)
     with torch.inference_mode():
         model = DSparkV4(config, weights)
@@ -253,9 +279,10 @@ def load_deepseek_v4_projector(
     path: Path | str,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    target_path: Path | None = None,
 ) -> FeatureProjector:
     """main_proj and main_norm alone, for a verifier that sends PROJECTED rows."""
-    config = drafter_config(Path(path))
+    config = drafter_config(Path(path), target_path)
     with torch.inference_mode():
         return FeatureProjector(config, _weights(Path(path), config, dtype, device))
 

@@ -8,7 +8,7 @@ from common.loading.safetensors_files import LoadReport, read_json
 from common.models.deepseek_v4.config import deepseek_v4_config
 from common.models.deepseek_v4.model import DeepseekV4Target
 from common.models.deepseek_v4.weights import DeepseekV4Weights
-from common.models.dense import Numerics
+from common.models.interfaces import Numerics
 
 
 def load_deepseek_v4(

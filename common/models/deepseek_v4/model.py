@@ -13,14 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.models.deepseek_v4.attention import Attention
-from common.models.deepseek_v4.cache import DeepseekV4Cache, LayerState, target_reach
+from common.models.deepseek_v4.cache import (
+    DeepseekV4Cache,
+    LayerState,
+    recent_blocks_needed,
+    target_reach,
+)
 from common.models.deepseek_v4.config import Compression, DeepseekV4Config
 from common.models.deepseek_v4.mhc import HyperConnection, HyperHead
 from common.models.deepseek_v4.moe import MixtureOfExperts
 from common.models.deepseek_v4.rotation import PairRotary, Rotaries
 from common.models.deepseek_v4.step import Step, step_of
 from common.models.deepseek_v4.weights import DeepseekV4Weights
-from common.models.dense import SLICE, Numerics
+from common.models.dense import SLICE
+from common.models.interfaces import Numerics
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.linear import Linear
 
@@ -73,8 +79,18 @@ class DeepseekV4Target:
         self.lm_head = Linear(weights.float32("lm_head.weight", vocab))
         self.rotaries = rotaries_of(config, self.device)
 
+    def num_recent_blocks(
+        self, kv_block_size: int, max_requests: int, max_batch_tokens: int
+    ) -> int:
+        """`new_kv`'s number that suffices for so many live requests and rows per forward."""
+        return recent_blocks_needed(self.config, kv_block_size, max_requests, max_batch_tokens)
+
     def new_kv(
-        self, num_blocks: int, kv_block_size: int, num_recent_blocks: int | None = None
+        self,
+        num_blocks: int,
+        kv_block_size: int,
+        num_recent_blocks: int | None = None,
+        device: torch.device | str | None = None,
     ) -> DeepseekV4Cache:
         """A cache that fits this model. kv_block_size: a multiple of its compression rates.
 
@@ -87,7 +103,7 @@ class DeepseekV4Target:
             num_blocks,
             kv_block_size,
             self.dtype,
-            self.device,
+            device or self.device,
             num_recent_blocks,
         )
 
@@ -102,16 +118,12 @@ class DeepseekV4Target:
         """token_ids [T] int64. Returns rows [T, d] for `logits`, and the taps.
 
         taps: 0-based layers whose output, averaged over the streams, is returned side by side in
-        list order, [T, len(taps) * d]. None if no taps.
+        list order, [T, len(taps) * d]. None if no taps. `kv` must be prepared for the segments.
         """
         assert batch.causal, "a target's rows see their past only"
-        kv.prepare(batch.segments)
         if self.numerics == "fast":
-            result = self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps)
-        else:
-            result = self._slices(token_ids, kv, batch, taps)
-        kv.settle(batch.segments)
-        return result
+            return self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps)
+        return self._slices(token_ids, kv, batch, taps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class GetDrafterInfoResponse(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., verdict_json: _Optional[str] = ..., load_report_json: _Optional[str] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
 class Contract(_message.Message):
-    __slots__ = ("target_family", "drafter_family", "hidden_size", "num_target_layers", "vocab_size", "target_layer_ids", "block_size", "mask_token_id", "rope")
+    __slots__ = ("target_family", "drafter_family", "hidden_size", "num_target_layers", "vocab_size", "target_layer_ids", "block_size", "mask_token_id", "rope", "context_window")
     TARGET_FAMILY_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FAMILY_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Contract(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ROPE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_WINDOW_FIELD_NUMBER: _ClassVar[int]
     target_family: str
     drafter_family: str
     hidden_size: int
@@ -67,7 +68,8 @@ class Contract(_message.Message):
     block_size: int
     mask_token_id: int
     rope: str
-    def __init__(self, target_family: _Optional[str] = ..., drafter_family: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., rope: _Optional[str] = ...) -> None: ...
+    context_window: int
+    def __init__(self, target_family: _Optional[str] = ..., drafter_family: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_target_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., rope: _Optional[str] = ..., context_window: _Optional[int] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
     __slots__ = ("hello", "step", "ping", "bye")
@@ -140,7 +142,7 @@ class Step(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., rows: _Optional[bytes] = ..., close_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("session_id", "epoch", "base_len", "num_rows", "num_draft_tokens", "anchor_id", "sampling")
+    __slots__ = ("session_id", "epoch", "base_len", "num_rows", "num_draft_tokens", "anchor_id", "sampling", "first_len")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +150,7 @@ class Entry(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LEN_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     epoch: int
     base_len: int
@@ -155,7 +158,8 @@ class Entry(_message.Message):
     num_draft_tokens: int
     anchor_id: int
     sampling: DraftSampling
-    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., anchor_id: _Optional[int] = ..., sampling: _Optional[_Union[DraftSampling, _Mapping]] = ...) -> None: ...
+    first_len: int
+    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., anchor_id: _Optional[int] = ..., sampling: _Optional[_Union[DraftSampling, _Mapping]] = ..., first_len: _Optional[int] = ...) -> None: ...
 
 class DraftSampling(_message.Message):
     __slots__ = ("mode", "temperature", "seed", "top_k")
