@@ -3,6 +3,8 @@
 Pure: knows neither torch, grpc nor the clock (callers pass `now`). Engine thread only. One
 mechanism serves prompts, accepted rows, late starts and re-attaching after a restart: send the
 feature rows [synced, anchor), so many per step at most, and ask for drafts once they are complete.
+A drafter whose blocks attend to a window only gets no row that no block will look at: rows begin
+that much before the first anchor, and whoever falls behind by more begins anew.
 """
 
 import itertools
@@ -30,6 +32,7 @@ class Ask:
 
     request: Request
     epoch: int
+    first_len: int  # where the epoch's rows begin
     base_len: int
     num_rows: int
     num_drafts: int  # 0: rows only
@@ -43,7 +46,8 @@ class Ask:
 @dataclass
 class _Session:
     epoch: int
-    synced: int = 0  # rows sent on this stream in this epoch
+    first: int  # position of the epoch's first row
+    synced: int  # position up to which rows were sent on this stream in this epoch
     open: bool = False  # the drafter may hold something of it
     num_refusals: int = 0  # since the last draft
     retry_at: float = 0.0  # seconds on the caller's clock
@@ -52,8 +56,9 @@ class _Session:
 class DraftSync:
     """State of all sessions on the current stream; a new stream starts from nothing."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, context_window: int = 0) -> None:
+        """context_window: newest rows that a block attends to; 0: all."""
+        self._block_size, self._context_window = block_size, context_window
         self._sessions: dict[int, _Session] = {}
         self._closing: list[int] = []
         # Never reused, so that nothing said about an earlier life of a session can be mistaken.
@@ -86,7 +91,10 @@ class DraftSync:
         for entry in sorted(plan.entries, key=lambda entry: not entry.request.decoding):
             if not self._wanted(entry):
                 continue
-            session = self._session(entry)
+            first = self._first_row(entry)
+            if first > entry.start:  # of a prompt, nothing computed so far will be looked at
+                continue
+            session = self._session(entry, first)
             if now < session.retry_at or (
                 not session.open and num_open >= self._limits.max_sessions
             ):
@@ -95,7 +103,8 @@ class DraftSync:
             complete = session.synced + num_rows == entry.start
             num_drafts = min(entry.max_drafts, self._block_size) if complete else 0
             if num_rows or num_drafts:
-                asks.append(Ask(entry.request, session.epoch, session.synced, num_rows, num_drafts))
+                place = (session.epoch, session.first, session.synced)
+                asks.append(Ask(entry.request, *place, num_rows, num_drafts))
                 num_open += not session.open
                 session.open = True
                 session.synced += num_rows
@@ -115,12 +124,20 @@ class DraftSync:
             return False
         return True
 
-    def _session(self, entry: Entry) -> _Session:
+    def _first_row(self, entry: Entry) -> int:
+        """Position of the first row that the drafter needs for the next anchor and all later."""
+        request = entry.request
+        anchor_position = entry.start if request.decoding else len(request.token_ids)
+        return max(0, anchor_position - self._context_window) if self._context_window else 0
+
+    def _session(self, entry: Entry, first: int) -> _Session:
         session = self._sessions.get(entry.request.session_id)
         if session is None:
-            session = self._sessions[entry.request.session_id] = _Session(next(self._epochs))
-        elif session.synced > entry.start:  # recomputed from an earlier position: begin anew
-            session.epoch, session.synced = next(self._epochs), 0
+            session = _Session(next(self._epochs), first, first)
+            self._sessions[entry.request.session_id] = session
+        elif not first <= session.synced <= entry.start:
+            # Recomputed from an earlier position, or rows in between will never be sent.
+            session.epoch, session.first, session.synced = next(self._epochs), first, first
         return session
 
     def drafted(self, session_id: int) -> None:
@@ -130,7 +147,7 @@ class DraftSync:
             session.num_refusals = 0
 
     def restart(self, session_id: int, epoch: int, now: float, *, wait: bool) -> None:
-        """The drafter holds this session no more: send it from row 0 again.
+        """The drafter holds this session no more: send it from its first row again.
 
         wait: for want of room or for a fault, so not at once. A session that keeps being refused
         waits in any case, twice as long each time.
@@ -140,7 +157,7 @@ class DraftSync:
             return  # said of an earlier life
         num_waits = session.num_refusals if wait else session.num_refusals - 1
         delay = FIRST_RETRY_S * 2.0 ** min(num_waits, 16) if num_waits >= 0 else 0.0
-        session.epoch, session.synced, session.open = next(self._epochs), 0, False
+        session.epoch, session.synced, session.open = next(self._epochs), session.first, False
         session.num_refusals += 1
         session.retry_at = now + min(delay, LONGEST_RETRY_S)
 

@@ -40,7 +40,7 @@ class DrafterClient:
         self._settings, self._contract, self._telemetry = settings, contract, telemetry
         self._connector = DraftConnector(settings, contract, telemetry, on_change)
         self._breaker = Breaker(settings.breaker_after)
-        self._sync = DraftSync(contract.block_size)
+        self._sync = DraftSync(contract.block_size, contract.context_window)
         self._link: DraftLink | None = None  # the one that `_sync` speaks of
         self._unanswered: dict[int, list[Ask]] = {}  # step id -> what it asked
         self._last_step_id = 0
@@ -250,6 +250,7 @@ def _ask_to_pb(ask: Ask, top_k: int) -> pb.Entry:
     entry = pb.Entry(
         session_id=ask.request.session_id,
         epoch=ask.epoch,
+        first_len=ask.first_len,
         base_len=ask.base_len,
         num_rows=ask.num_rows,
         num_draft_tokens=ask.num_drafts,

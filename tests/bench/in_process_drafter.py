@@ -21,10 +21,16 @@ class InProcessDrafter:
     """Runs the engine on the caller's thread."""
 
     def __init__(
-        self, engine: DraftEngine, limits: LinkLimits, form: RowForm, block_size: int, vocab: int
+        self,
+        engine: DraftEngine,
+        limits: LinkLimits,
+        form: RowForm,
+        block_size: int,
+        vocab: int,
+        context_window: int = 0,
     ) -> None:
         self._engine, self._form, self._vocab = engine, form, vocab
-        self._sync, self._step_id = DraftSync(block_size), 0
+        self._sync, self._step_id = DraftSync(block_size, context_window), 0
         self._sync.new_link(limits)
         engine.run([LinkOpened(1)])
 
@@ -80,5 +86,14 @@ def _entry(ask: Ask) -> Entry:
     if not sampling.greedy:
         wish = Sampling(MODES[sampling.mode], sampling.temperature, sampling.seed)
     anchor = ask.request.token_ids[ask.anchor_position] if ask.num_drafts else 0
-    session_id = ask.request.session_id
-    return Entry(session_id, ask.epoch, ask.base_len, ask.num_rows, ask.num_drafts, anchor, wish)
+    session_id, num_rows = ask.request.session_id, ask.num_rows
+    return Entry(
+        session_id,
+        ask.epoch,
+        ask.base_len,
+        num_rows,
+        ask.num_drafts,
+        anchor,
+        wish,
+        ask.first_len,
+    )

@@ -45,8 +45,10 @@ def decode(req: Request, max_drafts: int = B) -> Entry:
     return Entry(req, req.num_computed, 1, True, max_drafts)
 
 
-def synced(max_sessions: int = 8, max_step_rows: int = 100, max_len: int = 500) -> DraftSync:
-    sync = DraftSync(B)
+def synced(
+    max_sessions: int = 8, max_step_rows: int = 100, max_len: int = 500, window: int = 0
+) -> DraftSync:
+    sync = DraftSync(B, window)
     sync.new_link(LinkLimits(max_sessions, max_step_rows, max_len))
     return sync
 
@@ -173,25 +175,54 @@ def test_a_preempted_request_is_closed_and_starts_over() -> None:
     assert shape(sync.asks(plan(prefill(req, 4, 13)), 0.0)) == [(1, 0, 4, 0)]
 
 
-@settings(max_examples=100, deadline=None)
+def test_a_window_needs_no_row_before_it() -> None:
+    sync, req = synced(window=6), request(prompt=20)
+    assert sync.asks(plan(prefill(req, 10, 16)), 0.0) == [] and sync.num_open == 0
+    (ask,) = sync.asks(plan(prefill(req, 16, 20)), 0.0)
+    assert shape([ask]) == [(1, 14, 2, 0)] and ask.first_len == 14
+    req.token_ids.append(50)
+    assert shape(sync.asks(plan(decode(req)), 0.0)) == [(1, 16, 4, 4)]
+    req.token_ids += [0] * 6
+    (ask,) = sync.asks(plan(decode(req)), 0.0)
+    assert shape([ask]) == [(1, 20, 6, 4)] and ask.first_len == 14
+
+
+def test_rows_that_fell_out_of_the_window_unsent_begin_a_new_epoch() -> None:
+    sync, req = synced(window=6), request(prompt=20, output=1)
+    (before,) = sync.asks(plan(decode(req)), 0.0)
+    req.token_ids += [0] * 7  # undrafted rounds
+    (after,) = sync.asks(plan(decode(req)), 0.0)
+    assert (before.first_len, after.first_len, after.base_len, after.num_rows) == (14, 21, 21, 6)
+    assert after.epoch > before.epoch
+
+
+@settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.sampled_from(["round", "lost", "no_room", "evict", "link"]), max_size=30),
-    st.integers(1, 20),
+    st.lists(st.sampled_from(["round", "lost", "no_room", "evict", "link", "gap"]), max_size=30),
+    st.integers(3, 20),
+    st.sampled_from([0, 5, 12]),
 )
-def test_rows_sent_in_one_epoch_are_always_gapless(events: list[str], max_step_rows: int) -> None:
-    sync, req, now = synced(max_step_rows=max_step_rows), request(prompt=7, output=1), 0.0
+def test_rows_sent_in_one_epoch_are_always_gapless(
+    events: list[str], max_step_rows: int, window: int
+) -> None:
+    sync = synced(max_step_rows=max_step_rows, window=window)
+    req, now = request(prompt=7, output=1), 0.0
     held: dict[int, int] = {}  # epoch -> rows, as an honest drafter counts them
     ask = None
     for event in events:
         now += 10.0
         if event == "round":
             for ask in sync.asks(plan(decode(req)), now):
-                assert held.get(ask.epoch, 0) == ask.base_len
+                assert held.get(ask.epoch, ask.first_len) == ask.base_len
                 held[ask.epoch] = ask.anchor_position
                 assert ask.num_rows <= max_step_rows
+                assert window or not ask.first_len
                 if ask.num_drafts:
                     assert ask.anchor_position == len(req.token_ids) - 1
+                    assert ask.first_len <= max(0, ask.anchor_position - window)
             req.token_ids += [0, 1]
+        elif event == "gap":
+            req.token_ids += [0] * 9
         elif event == "link":
             sync.new_link(LinkLimits(8, max_step_rows, 500))
         elif event == "evict":

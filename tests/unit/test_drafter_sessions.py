@@ -1,10 +1,12 @@
 """drafter_svc/sessions.py: fencing, room, eviction; no block is ever lost or shared."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.sessions import Limits, Refusal, Session, SessionTable, Status
+from drafter_svc.sessions import NO_BLOCK, Limits, Refusal, Session, SessionTable, Status
 
 LIMITS = Limits(
     num_blocks=12,
@@ -111,6 +113,44 @@ def test_session_limits_per_verifier_and_in_all() -> None:
     assert status(sessions.extend(2, 1, 1, 0, 1, 2.0)) is Status.OK
 
 
+def windowed() -> SessionTable:
+    return table(1, limits=replace(LIMITS, context_window=8, max_context_len=1000))
+
+
+def test_a_windows_rows_may_begin_anywhere_and_only_they_take_blocks() -> None:
+    sessions = windowed()
+    session = sessions.extend(1, 7, 1, 402, 6, 0.0, first_len=402)
+    assert isinstance(session, Session)
+    # Rows 402..407 and 3 scratch rows behind them lie in blocks 100..102.
+    assert (session.length, session.num_forgotten, len(session.blocks)) == (408, 100, 3)
+    assert len(session.block_table) == 103 and set(session.block_table[:100]) == {NO_BLOCK}
+    for length in range(408, 440, 2):
+        assert sessions.extend(1, 7, 1, length, 2, 0.0, first_len=402) is session
+    assert (session.length, session.num_forgotten) == (440, (438 - 8) // 4)
+    assert sessions.num_free_blocks == 12 - len(session.blocks) == 12 - 4
+    sessions.close(1, 7)
+    assert sessions.num_free_blocks == 12
+
+
+@pytest.mark.parametrize(
+    ("epoch", "first_len", "base_len", "refused"),
+    [
+        (1, 402, 408, Status.OK),
+        (1, 402, 409, Status.BASE_MISMATCH),
+        (1, 408, 408, Status.BASE_MISMATCH),  # as if the epoch began here
+        (2, 402, 408, Status.UNKNOWN_SESSION),
+        (2, 408, 408, Status.OK),
+        (0, 408, 408, Status.STALE),
+    ],
+)
+def test_a_window_is_fenced_like_a_whole_context(
+    epoch: int, first_len: int, base_len: int, refused: Status
+) -> None:
+    sessions = windowed()
+    sessions.extend(1, 7, 1, 402, 6, 0.0, first_len=402)
+    assert status(sessions.extend(1, 7, epoch, base_len, 1, 0.0, first_len)) is refused
+
+
 OPS = st.lists(
     st.tuples(
         st.sampled_from(["extend", "extend", "extend", "restart", "wrong", "close", "leave"]),
@@ -123,10 +163,12 @@ OPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(OPS)
-def test_blocks_are_conserved_and_never_shared(ops: list[tuple[str, int, int, int, float]]) -> None:
-    sessions, now = table(1, 2), 0.0
+@settings(max_examples=200, deadline=None)
+@given(OPS, st.sampled_from([0, 8]))
+def test_blocks_are_conserved_and_never_shared(
+    ops: list[tuple[str, int, int, int, float]], window: int
+) -> None:
+    sessions, now = table(1, 2, limits=replace(LIMITS, context_window=window)), 0.0
     held: dict[tuple[int, int], Session] = {}  # what a verifier believes
     epochs = 0
     for op, link, session_id, num_rows, passed in ops:
@@ -143,10 +185,12 @@ def test_blocks_are_conserved_and_never_shared(ops: list[tuple[str, int, int, in
         else:
             if session is None or op == "restart":
                 epochs += 1
-                epoch, base_len = epochs, 0
+                epoch, base_len = epochs, session_id * 5 if window else 0
+                first_len = base_len
             else:
+                first_len = session.first_len
                 epoch, base_len = session.epoch, session.length + (op == "wrong")
-            result = sessions.extend(link, session_id, epoch, base_len, num_rows, now)
+            result = sessions.extend(link, session_id, epoch, base_len, num_rows, now, first_len)
             if isinstance(result, Session):
                 held[key] = result
             else:
@@ -154,11 +198,12 @@ def test_blocks_are_conserved_and_never_shared(ops: list[tuple[str, int, int, in
                 held.pop(key, None)
         for gone in sessions.take_evicted():
             assert not held.pop(gone).live
-        owned = [block for s in held.values() for block in s.block_table]
+        owned = [block for s in held.values() for block in s.blocks]
         assert len(set(owned)) == len(owned)
         assert len(owned) + sessions.num_free_blocks == LIMITS.num_blocks
         assert sessions.num_sessions == len(held) <= LIMITS.max_sessions
         for s in held.values():
-            assert s.live
+            assert s.live and NO_BLOCK not in s.blocks
+            assert s.num_forgotten * LIMITS.kv_block_size <= max(s.first_len, s.length - window)
             room = len(s.block_table) * LIMITS.kv_block_size
             assert room - LIMITS.kv_block_size < s.length + LIMITS.block_size <= room

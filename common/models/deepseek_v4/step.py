@@ -37,7 +37,7 @@ class Step:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     segment_of: Tensor  # [T] which table a row belongs to
-    tables: Tensor  # [S, blocks], short ones padded with 0
+    tables: Tensor  # [S, blocks], short ones padded with 0; [S, 0] without entries
     recent: Tensor  # [S, pages] pages of the newest blocks, short ones padded with 0
     recent_start: Tensor  # [S] the first position in them
     segments: Sequence[Segment]
@@ -133,7 +133,12 @@ def step_of(
     """The step that `batch` describes; its slots follow from positions and tables."""
     device, size, segments = batch.positions.device, kv.kv_block_size, batch.segments
     counts = torch.tensor([segment.num_query for segment in segments], device=device)
-    used = [segment.block_table[: -(-segment.context_len // size)] for segment in segments]
+    # Entries alone may lie anywhere in a table; all else is in its newest blocks.
+    has_entries = any(state.compression for state in kv.layers)
+    used = [
+        segment.block_table[: -(-segment.context_len // size)] if has_entries else ()
+        for segment in segments
+    ]
     firsts, pages = zip(*map(kv.recent_places, segments), strict=True)
     return kind(
         token_ids=token_ids,
