@@ -256,8 +256,9 @@ def test_only_the_drafters_shards_are_needed(tmp_path: Path) -> None:
 def test_early_files_have_no_confidence_head(tmp_path: Path) -> None:
     folder = tiny_deepseek_v4(tmp_path)
     edit_drafter(folder, lambda tensors: tensors.pop("mtp.2.confidence_head.proj.weight"))
-    model, _ = load_deepseek_v4_drafter(folder, torch.float32)
+    model, report = load_deepseek_v4_drafter(folder, torch.float32)
     assert model.confidence(torch.zeros(2, 64), torch.tensor([1, 2])) is None
+    assert "96 parameters under mtp.*, experts stacked" in report.notes
 
 
 def edit_drafter(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:

@@ -23,6 +23,7 @@ from common.models.deepseek_v4.config import DeepseekV4Config
 from common.nn.block import RMSNorm
 from common.nn.linear import Linear
 
+_EXPERT, _STACKED = re.compile(r"experts\.\d+\.(w[123])"), {"w1": "w13", "w3": "w13", "w2": "w2"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _OUTSIDE_LAYERS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -60,6 +61,14 @@ def drafter_places(names: Iterable[str], expert_dtype: str) -> dict[ModelTensor,
     return places
 
 
+def num_parameters(places: Iterable[ModelTensor]) -> int:
+    """Parameters as engines count them that stack a layer's experts: w1 and w3, and w2.
+
+    Of a released drafter 97, or 96 in files without a confidence head.
+    """
+    return len({_EXPERT.sub(lambda m: f"experts.{_STACKED[m[1]]}", p.name) for p in places})
+
+
 class DeepseekV4Weights(Checkpoint):
     """The tensors of one role, target or drafter, by their place in the model.
 
@@ -82,6 +91,9 @@ class DeepseekV4Weights(Checkpoint):
         for name in self._where:
             if not self._concerns(name):
                 self.ignore(name)
+        if self._is_drafter:
+            own = [place for place, name in self._places.items() if name.startswith("mtp.")]
+            self.note(f"{num_parameters(own)} parameters under mtp.*, experts stacked")
         for file, count in sorted(self._unopened.items()):
             self.note(f"{file} not opened: its {count} tensors do not concern the {role}")
 
