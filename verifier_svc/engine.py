@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from common.errors import DsparkError, Overloaded, Unavailable
 from common.logs import fields
 from verifier_svc.drafting import Drafter
-from verifier_svc.events import Event, Failed
+from verifier_svc.events import Event, Failed, Finished
 from verifier_svc.request import Plan, Request
 from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Scheduler
@@ -63,6 +63,7 @@ class Engine:
         self._stopping = False
         self._problem: str | None = None
         self._turn_began: float | None = None  # monotonic; None while idle
+        self._unended: dict[str, None] = {}  # taken requests whose end is not emitted; own thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- any thread -----------------------------------------------------------------------------
@@ -174,8 +175,9 @@ class Engine:
         with self._changed:
             aborted, self._aborted = self._aborted, []
             while self._added:
-                self._scheduler.add(self._added[0])
-                self._added.popleft()
+                request = self._added.popleft()
+                self._unended[request.request_id] = None
+                self._scheduler.add(request)
         events: list[Event] = [
             self._scheduler.abort(request) for request in aborted if self._scheduler.holds(request)
         ]
@@ -183,6 +185,9 @@ class Engine:
             events += self.step()
         if events:
             self._emit(events)
+        for event in events:
+            if isinstance(event, Finished):
+                del self._unended[event.request_id]
 
     def _end(self, crash: BaseException | None) -> None:
         """The last thing the thread does: nobody is left waiting."""
@@ -190,13 +195,13 @@ class Engine:
             self._problem = (
                 "the engine was stopped" if crash is None else f"the engine crashed: {crash!r}"
             )
-            live = [*self._scheduler.live, *self._added]
+            unended = [*self._unended, *(request.request_id for request in self._added)]
             self._added.clear()
         if crash is not None:
-            log.error(self._problem, exc_info=crash, extra=fields(num_live=len(live)))
+            log.error(self._problem, exc_info=crash, extra=fields(num_live=len(unended)))
         error = Unavailable(f"{self._problem}; try another replica")
-        if live:
-            self._emit([Failed(request.request_id, error) for request in live])
+        if unended:
+            self._emit([Failed(request_id, error) for request_id in unended])
         self._drafter.close()
 
 

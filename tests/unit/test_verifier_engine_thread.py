@@ -9,6 +9,7 @@ from common.errors import Overloaded, Unavailable
 from verifier_svc.drafting import Drafts, FeatureSource, NoDrafter
 from verifier_svc.events import Failed, Finished
 from verifier_svc.request import FinishReason, Plan, Request
+from verifier_svc.stopping import NoText
 
 
 class Inbox:
@@ -143,6 +144,46 @@ def test_a_crash_ends_every_request_and_the_engine_says_so(running) -> None:
     late = rig.ask("late", [1])
     rig.engine.submit(late)
     assert isinstance(inbox.end_of(late), Failed)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_ended_in_the_turn_that_crashes_is_told_too(running) -> None:
+    stepping, go_on = threading.Event(), threading.Event()
+
+    class BreaksOnAbort(NoDrafter):
+        def propose(self, plan: Plan, features: FeatureSource) -> Drafts:
+            if plan.step_id == 3:
+                stepping.set()
+                go_on.wait(10)
+            if plan.step_id > 3:
+                raise ZeroDivisionError("boom")
+            return Drafts()
+
+    rig, inbox = running(BreaksOnAbort(), max_drafts=2)
+    aborted, other = (rig.ask(name, [1], temperature=0.0, ignore_eos=True) for name in "ab")
+    rig.engine.submit(aborted)
+    rig.engine.submit(other)
+    assert stepping.wait(10)
+    rig.engine.abort(aborted)  # taken at the start of the turn whose step crashes
+    go_on.set()
+    assert isinstance(inbox.end_of(other), Failed)
+    assert isinstance(inbox.end_of(aborted), Failed)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_crash_in_the_middle_of_a_commit_ends_every_request(running) -> None:
+    class Unreadable(NoText):
+        def push(self, token_id: int) -> str:
+            raise ZeroDivisionError("boom")
+
+    rig, inbox = running()
+    first, second = (rig.ask(name, [1], temperature=0.0, max_tokens=1) for name in "ab")
+    rig.scheduler._decoder_for = lambda r: Unreadable() if r is second else NoText()
+    with rig.engine._changed:  # both are taken in one turn
+        rig.engine.submit(first)
+        rig.engine.submit(second)
+    for request in (first, second):
+        assert isinstance(inbox.end_of(request), Failed)
 
 
 def test_a_step_that_hangs_is_a_problem(running) -> None:
