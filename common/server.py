@@ -6,6 +6,7 @@ service started, and a drain turns health off before it refuses or ends anything
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -113,6 +114,9 @@ async def _serve(
         try:
             health = Health(*health_names)
             _register(server, service, health)
+            # What was loaded lives as long as the process: no later collection walks it again.
+            gc.collect()
+            gc.freeze()
             await server.start()
             await service.start(health)
             log.info("serving", extra=fields(address=address))
