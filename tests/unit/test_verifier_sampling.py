@@ -57,17 +57,18 @@ def reference_logits(logits: np.ndarray, request: Request, drafts: tuple[int, ..
 
 def reference_probs(row: np.ndarray, params: SamplingParams) -> np.ndarray:
     row = row / params.temperature
+    row = np.where(np.exp(row - row.max()) >= params.min_p, row, -math.inf)
     if params.top_k:
         row = np.where(row >= np.sort(row)[::-1][params.top_k - 1], row, -math.inf)
     probs = np.exp(row - row.max())
     probs /= probs.sum()
-    threshold = params.min_p * probs.max()
+    threshold = 0.0
     if params.top_p < 1:
         total = 0.0
         for value in np.sort(probs)[::-1]:
             total += value
             if total >= params.top_p:
-                threshold = max(threshold, value)
+                threshold = value
                 break
     probs = np.where(probs >= threshold, probs, 0.0)
     return probs / probs.sum()
@@ -170,6 +171,13 @@ def test_ties_stay_or_go_together() -> None:
     assert kept.tolist() == [True, True, True, True, False]
     kept = target_probs(logits.clone(), [SamplingParams(top_p=0.5)])[0] > 0
     assert kept.tolist() == [True, True, True, True, False]
+
+
+def test_top_p_counts_only_what_min_p_and_top_k_left() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
+    for first in ({"min_p": 0.5}, {"top_k": 2}):  # 0.5 and 0.3 are left, as 0.625 and 0.375
+        kept = target_probs(logits.clone(), [SamplingParams(top_p=0.6, **first)])[0] > 0
+        assert kept.tolist() == [True, False, False, False], first
 
 
 def test_a_wide_nucleus_beside_a_row_without_limits() -> None:

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p: from logits to the distribution that tokens are drawn from.
+"""Temperature, min-p, top-k and top-p: from logits to the distribution that tokens are drawn from.
 
 Batched over rows with values per row. What is kept is always "every logit at or above a threshold":
 tokens of equal logit stay or go together, so the result never depends on how a sort orders them. A
@@ -16,24 +16,27 @@ from verifier_svc.sampling.rowwise import sort_descending
 def target_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """logits: [N, vocab] fp32, overwritten; params: one per row, none greedy. Returns [N, vocab].
 
-    Order: temperature, top-k, top-p of what top-k left, min-p of that; then rows sum to 1.
+    Order, as in vLLM: temperature, min-p, top-k of what min-p left, top-p of what both left; then
+    rows sum to 1.
     """
     logits.div_(_column([p.temperature for p in params], logits))
     vocab_size = logits.shape[1]
     top_k = [p.top_k or vocab_size for p in params]
-    thresholds = []
-    if any(p.top_p < 1.0 for p in params):
-        top_p = [p.top_p for p in params]
-        thresholds.append(_nucleus_threshold(sort_descending(logits), top_k, top_p))
-    elif min(top_k) < vocab_size:
-        most = max(k for k in top_k if k < vocab_size)
-        thresholds.append(_top_k_threshold(logits.topk(most).values, top_k))
     if any(p.min_p > 0.0 for p in params):
         shares = _column([p.min_p for p in params], logits)
-        thresholds.append(logits.amax(1, keepdim=True) + shares.log())
-    for threshold in thresholds:
-        logits.masked_fill_(logits < threshold, -torch.inf)
+        _keep_from_(logits, logits.amax(1, keepdim=True) + shares.log())
+    if any(p.top_p < 1.0 for p in params):
+        top_p = [p.top_p for p in params]
+        _keep_from_(logits, _nucleus_threshold(sort_descending(logits), top_k, top_p))
+    elif min(top_k) < vocab_size:
+        most = max(k for k in top_k if k < vocab_size)
+        _keep_from_(logits, _top_k_threshold(logits.topk(most).values, top_k))
     return logits.softmax(1)
+
+
+def _keep_from_(logits: torch.Tensor, threshold: torch.Tensor) -> None:
+    """logits: [N, vocab], changed in place; threshold: [N, 1], the least logit that stays."""
+    logits.masked_fill_(logits < threshold, -torch.inf)
 
 
 def _top_k_threshold(ordered: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
