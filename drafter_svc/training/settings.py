@@ -34,12 +34,12 @@ class Settings:
     texts_per_step: int = 4
     # Until then, blocks of two rows over all anchors of 1.5 times as many texts: the same work
     # with twice the anchors, for the part all rows share.
-    short_until: float = 0.6  # share of the steps
-    steps: int = 4250
+    short_until: float = 0.78  # share of the steps
+    steps: int = 4350
     warmup: int = 60
     distill: float = 1.0  # weight at the start of an extra cross entropy against the target
     distill_until: float = 0.5  # share of the steps after which the loss is the paper's alone
-    decay: float = 0.3  # share of the steps, at the end, in which the rate falls to zero
+    decay: float = 0.57  # share of the steps, at the end, in which the rate falls to zero
     learning_rate: float = 3e-3
     markov_rate: float = 3.0  # times the learning rate: its rows are seen rarely
     clip: float = 1.0
