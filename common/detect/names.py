@@ -85,7 +85,7 @@ def name_problems(names: Iterable[str], *, expert_dtype: str = "fp4") -> list[st
     found = stages(draft_names)
     problems = []
     if found != tuple(range(len(found))):
-        problems.append(f"stages are {list(found)}, not 0..{len(found) - 1}")
+        problems.append(f"stages are {list(found)}; they must run from 0 without a gap")
     places: dict[ModelTensor, str] = {}
     for name in draft_names:
         match = STAGE_NAME.fullmatch(name)

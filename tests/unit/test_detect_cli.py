@@ -162,6 +162,22 @@ def test_hostile_names_reach_no_terminal(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("changes", "tp", "words"),
+    [
+        ({}, "8", "none at TP 8: 3 blocks of 128 a rank"),
+        ({"quantization_config": {"quant_method": "awq"}}, "16", "not block-quantised"),
+        ({"moe_intermediate_size": 3000}, "8", "3000 -> 3072 (+72) at TP 8: 3 blocks of 128"),
+        ({"moe_intermediate_size": 3000}, "8", "public loaders disagree"),
+    ],
+)
+def test_the_table_explains_the_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], tp: str, words: str
+) -> None:
+    assert main([str(save(tmp_path / "x", c.PRO_0813 | changes)), "--tp", tp]) == 0
+    assert words in capsys.readouterr().out
+
+
 def test_a_target_without_drafter_is_fine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,13 +199,15 @@ def gguf(architecture: str) -> bytes:
         ("llama", "llama.cpp"),
     ],
 )
-@pytest.mark.parametrize("where", ["model.gguf", "renamed.bin", "folder", "config.json"])
+@pytest.mark.parametrize(
+    "where", ["model.gguf", "renamed.bin", "folder", "config.json", "folder with config.json"]
+)
 def test_gguf_is_refused_and_named(
     tmp_path: Path, architecture: str, reader: str, where: str
 ) -> None:
-    name = "model.gguf" if where == "folder" else where
+    name = {"folder": "model.gguf", "folder with config.json": "config.json"}.get(where, where)
     folder_with(tmp_path, gguf(architecture), name)
-    message = refused(tmp_path if where == "folder" else tmp_path / name).message
+    message = refused(tmp_path if where.startswith("folder") else tmp_path / name).message
     for word in ("GGUF_UNSUPPORTED", repr(architecture), reader, "safetensors"):
         assert word in message
 

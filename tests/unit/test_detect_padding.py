@@ -74,6 +74,8 @@ def test_no_padding_without_blocks_or_shared_experts() -> None:
     padding = config_padding(awq, 16)
     assert padding is not None and (padding.pad, padding.block) == (0, None)
     assert tensor_padding("x.shared_experts.down_proj.weight", (7168, 3072), padding) == (1, 0)
+    two = config_padding(c.PRO_0813 | {"n_shared_experts": 2}, 16)
+    assert two is not None and (two.size, two.pad) == (6144, 0)
     assert config_padding(c.LLAMA, 16) is None
     assert config_padding(c.FLASH_MTP | {"n_shared_experts": 0}, 16) is None
 

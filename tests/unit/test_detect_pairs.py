@@ -89,6 +89,8 @@ def test_the_embedding_tap_is_described_but_not_served(ids: dict[str, Any]) -> N
 def test_a_dense_drafters_last_layer_tap_warns() -> None:
     plan = resolve(TARGET, detect(DRAFTER | {"target_layer_ids": [1, 35]}))
     assert [r.code for r in plan.warnings] == ["W10"]
+    by_target = resolve(TARGET, detect(c.SPEC8 | {"aux_hidden_state_layer_ids": [2, 36]}))
+    assert [r.code for r in by_target.warnings] == ["W10"]  # this file does not give N itself
 
 
 def test_a_fitting_pair_has_nothing_to_say() -> None:

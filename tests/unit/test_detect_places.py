@@ -68,7 +68,10 @@ def test_two_places_that_differ_are_named(config: dict[str, Any], both: list[str
         (c.FLASH_MTP, {"num_stages": "num_nextn_predict_layers", "hidden_size": "hidden_size"}),
         (c.V41, {"num_layers": "text_config.num_hidden_layers", "num_stages": "default"}),
         (c.QWEN8B, {"num_stages": "num_hidden_layers", "num_layers": "num_target_layers"}),
-        (c.SPEC8, {"vocab_size": "transformer_layer_config.vocab_size", "layout": "sample_from_anchor"}),
+        (
+            c.SPEC8,
+            {"vocab_size": "transformer_layer_config.vocab_size", "layout": "sample_from_anchor"},
+        ),
         (c.QWEN8B | {"target_hidden_size": 2048}, {"hidden_size": "target_hidden_size"}),
     ],
 )

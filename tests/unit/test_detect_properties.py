@@ -103,7 +103,7 @@ def test_dspark_does_not_depend_on_nextn(config: dict[str, Any], nextn: int | No
 
 def is_complete(error: ConfigError) -> bool:
     """Names a key path or setting, and suggests something."""
-    names = re.search(r"`[\w.\[\]]+`|method=|config\.json|num_speculative_tokens", error.message)
+    names = re.search(r"`[\w.\[\]*]+`|method=|config\.json|num_speculative_tokens", error.message)
     complete = bool(names and error.hints and all(error.hints)) and "What works: " in error.message
     return complete and error.message.isprintable()  # hence one line, and no control codes
 

@@ -11,9 +11,20 @@ from common.testing import configs as c
 from common.testing.configs import DROP, with_, within
 
 FOUR_NULLS = dict.fromkeys(c.DSPARK_KEYS)
-V4 = {"kind": "v4_dspark", "family": "deepseek_v4", "block_size": 5, "num_stages": 3}
+V4 = {
+    "kind": "v4_dspark",
+    "family": "deepseek_v4",
+    "block_size": 5,
+    "num_stages": 3,
+    "markov_head_type": "vanilla",
+    "layout": "anchor_first",
+}
+OVERRIDDEN_V41 = within(
+    c.V41 | {"model_type": "deepseek_mtp"}, "text_config", model_type="deepseek_mtp"
+)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["head", "mtp.*"]}
+NVFP4_0731 = c.FLASH_0731 | {"quantization_config": NVFP4}
 RARRI = {
     "quant_method": "fp8",
     "quant_algo": "MIXED_PRECISION",
@@ -65,13 +76,24 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any] | None, dict[str, Any]]
     ("S11", c.PRO_0813, None, V4 | {"target_layer_ids": (58, 59, 60), "markov_rank": 512}),
     ("S12", c.VISION | VISION_KEYS, c.IDX_DSPARK, V4 | {"num_nextn": 3}),
     ("S13", c.V41, None, V4 | {"family": "deepseek_v41", "target_layer_ids": (37, 38, 39)}),
-    ("S15", c.FLASH_0731 | {"quantization_config": NVFP4}, None, V4 | {"notes": "QUANT_DIFFERS"}),
+    ("S15", NVFP4_0731, None, V4 | {"notes": "QUANT_DIFFERS"}),
+    (
+        "S15-wrapped",
+        {"model_type": "w", "text_config": NVFP4_0731},
+        None,
+        V4 | {"notes": "DIFFERS"},
+    ),
     ("S16", c.FLASH_0731 | {"quantization_config": RARRI}, None, V4 | {"notes": ""}),
     ("S18-awq", c.FLASH_0731 | {"quantization_config": AWQ}, None, V4),
     ("S18-gptq", c.FLASH_0731 | {"quantization_config": AWQ | {"quant_method": "gptq"}}, None, V4),
     ("S18-ct", c.FLASH_0731 | {"quantization_config": COMPRESSED}, None, V4),
     ("S19", {"model_type": "my_wrapper", "text_config": c.FLASH_0731}, None, V4),
     ("S20", c.OVERRIDDEN, None, V4),
+    ("S20-v41", c.V41 | {"model_type": "deepseek_mtp"}, None, V4 | {"family": "deepseek_v41"}),
+    ("S20-v41-class", OVERRIDDEN_V41, None, V4 | {"family": "deepseek_v41"}),
+    ("1.7-class", c.FLASH_0731 | {"architectures": ["DSparkDraftModel"]}, None, V4),
+    ("1.7-no-type", with_(c.FLASH_0731, model_type=DROP), None, V4),
+    ("1.7-other-type", c.FLASH_0731 | {"model_type": "llama"}, None, {"warnings": "W08"}),
     ("S21", c.FLASH_0731 | {"num_nextn_predict_layers": 0}, None, {"hints": "without_stages"}),
     ("S23", c.FLASH_MTP | FOUR_NULLS, None, {"kind": "v4_mtp"}),
     ("S30", c.QWEN8B, None, QWEN3 | {"num_layers": 36, "num_stages": 5, "confidence_head": True}),
@@ -108,6 +130,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any] | None, dict[str, Any]]
         SPEC | {"target_layer_ids": (1, 9, 17, 25, 33), "verifier_name": "Qwen/Qwen3-8B"},
     ),
     ("S40-class", c.SPEC8 | {"architectures": ["DSparkSpeculator"]}, None, SPEC),
+    ("S40-no-rank", with_(c.SPEC8, markov_rank=DROP), None, SPEC | {"warnings": "`markov_rank`"}),
     ("S41", c.SPEC_GLM, None, SPEC | {"layout": "fill_in", "block_size": 16, "trained_len": 15}),
     ("S42", c.SPEC8, None, SPEC | {"draft_vocab_size": 32000, "notes": "d2t"}),
     ("S43", c.SPEC8 | {"markov_rank": 0}, None, {"hints": "dflash", "warnings": "W07"}),
@@ -123,6 +146,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any] | None, dict[str, Any]]
         None,
         {"kind": "drafter", "family": "specforge", "target_layer_ids": (1, 9, 17, 25, 33)},
     ),
+    ("S50-no-class", with_(c.SPECFORGE, architectures=DROP), None, {"family": "specforge"}),
     ("S51", c.K3, None, {"kind": "drafter", "family": "k3", "block_size": 7, "num_layers": None}),
     ("S51-no-class", with_(c.K3, architectures=DROP), None, {"kind": "drafter", "family": "k3"}),
     ("S52", c.LFM2, None, {"kind": "drafter", "family": "lfm2", "block_size": 9}),
@@ -171,6 +195,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any] | None, dict[str, Any]]
         None,
         {"kind": "none", "hints": "eagle3"},
     ),
+    ("S64-eagle", c.LLAMA | {"architectures": ["EagleLlamaModel"]}, None, {"hints": "eagle"}),
     ("S66", c.LLAMA, None, {"kind": "none", "family": "llama"}),
     (
         "S67",
@@ -314,6 +339,8 @@ def test_stage_count_comes_from_the_weights_or_the_config_never_from_nextn() -> 
     assert from_index.num_stages == 3 and from_index.index_checked
     assert from_index.sources["num_stages"] == "model.safetensors.index.json"
     assert "W03 `num_nextn_predict_layers` is 1" in _text(from_index, "warnings")
+    unsaid = with_(c.FLASH_0731, num_nextn_predict_layers=DROP)
+    assert not detect(unsaid, index=c.IDX_DSPARK).warnings
     two = [n for n in c.DSPARK_NAMES if not n.startswith("mtp.1.")]
     two = [n.replace("mtp.2.", "mtp.1.") for n in two]
     assert detect(c.FLASH_0731, index=c.index_of(*two)).num_stages == 2
