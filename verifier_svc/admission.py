@@ -25,6 +25,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGPROBS = 20
+# Beyond these a logit may overflow, and a row of infinities is no distribution any more.
+MIN_REPETITION, MAX_REPETITION = 1e-3, 1e3
 MAX_REQUEST_ID_CHARS = 256
 
 
@@ -134,9 +136,8 @@ class Admission:
                 "sampling.repetition_penalty",
                 ask.repetition_penalty,
                 1.0,
-                0.0,
-                math.inf,
-                above_low=True,
+                MIN_REPETITION,
+                MAX_REPETITION,
             ),
             frequency_penalty=_number(
                 "sampling.frequency_penalty", ask.frequency_penalty, 0.0, -2.0, 2.0

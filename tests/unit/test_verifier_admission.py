@@ -35,6 +35,8 @@ REFUSED = [
     ("sampling.min_p", "1.1", {"min_p": 1.1}),
     ("sampling.repetition_penalty", "0.0", {"repetition_penalty": 0.0}),
     ("sampling.repetition_penalty", "inf", {"repetition_penalty": math.inf}),
+    ("sampling.repetition_penalty", "1e-45", {"repetition_penalty": 1e-45}),
+    ("sampling.repetition_penalty", "3e+38", {"repetition_penalty": 3e38}),
     ("sampling.frequency_penalty", "2.5", {"frequency_penalty": 2.5}),
     ("sampling.presence_penalty", "-2.5", {"presence_penalty": -2.5}),
     ("sampling.logit_bias[7]", "101.0", {"logit_bias": {7: 101.0}}),
