@@ -25,6 +25,9 @@ from common.telemetry import M, Telemetry
 
 log = logging.getLogger(__name__)
 
+# Status messages travel in metadata, twice and partly escaped: gRPC drops calls above 8 KiB of it.
+MAX_MESSAGE_BYTES = 1800
+
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps coroutine and async-generator handlers of all four kinds."""
@@ -109,7 +112,7 @@ async def abort(context: grpc.aio.ServicerContext, error: DsparkError) -> None:
 def to_status(error: DsparkError) -> status_pb2.Status:
     """`error` as google.rpc.Status."""
     status = status_pb2.Status(
-        code=getattr(grpc.StatusCode, error.status).value[0], message=error.message
+        code=getattr(grpc.StatusCode, error.status).value[0], message=_bounded(error.message)
     )
     if error.retry_after_ms is not None:
         seconds, ms = divmod(error.retry_after_ms, 1000)
@@ -118,6 +121,15 @@ def to_status(error: DsparkError) -> status_pb2.Status:
         detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         status.details.append(detail)
     return status
+
+
+def _bounded(message: str) -> str:
+    """At most MAX_MESSAGE_BYTES of UTF-8: a message may quote what a peer sent, of any length."""
+    raw = message.encode(errors="replace")
+    if len(raw) <= MAX_MESSAGE_BYTES:
+        return raw.decode()
+    half = MAX_MESSAGE_BYTES // 2 - 2
+    return raw[:half].decode(errors="ignore") + "..." + raw[-half:].decode(errors="ignore")
 
 
 class _Malformed:

@@ -40,6 +40,8 @@ class Service:
         name = request.decode()
         if name == "bug":
             raise KeyError("a bug")
+        if name == "endless":
+            raise errors.InvalidRequest("name " + "\u00e9" * 100_000 + "; choose another")
         if name:
             raise getattr(errors, name)(f"{name} happened")
 
@@ -146,6 +148,21 @@ def test_each_error_class_becomes_its_status(call: Call, tmp_path: Path) -> None
                     assert info.retry_delay.ToMilliseconds() == cls.retry_after_ms
             codes = [labels["code"] for metric, labels in counts.seen if metric is M.RPCS]
             assert codes[0] == "OK" and "ALREADY_EXISTS" in codes
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_message_that_quotes_an_endless_name_keeps_its_status_and_ends(
+    call: Call, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        async with served(tmp_path) as (channel, _, _):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, b"endless")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            details = caught.value.details() or ""
+            assert details.startswith("name \u00e9") and details.endswith("; choose another")
 
     asyncio.run(check())
 
