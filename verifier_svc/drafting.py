@@ -41,7 +41,7 @@ class Drafts:
     """All drafts of one step, keyed by session id, and where the wait went (seconds)."""
 
     by_session: dict[int, Draft] = field(default_factory=dict)
-    drafter_s: float = 0.0  # drafter's own queue + ingest + draft time
+    drafter_s: float = 0.0  # drafter's own queue + ingest + draft time, as it says itself
 
     def of(self, request: Request) -> Draft | None:
         """The draft of `request`, if one came in time."""

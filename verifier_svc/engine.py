@@ -148,7 +148,7 @@ class Engine:
         for request in rounds:
             times = request.times
             times.draft_wait += drafted - planned
-            times.drafter += drafts.drafter_s
+            times.drafter += min(drafts.drafter_s, drafted - planned)  # as the drafter has it
             times.forward += computed - drafted
             times.verify += verified - computed
             times.round += ended - began

@@ -140,6 +140,21 @@ def test_extras_are_applied_at_every_place_of_a_block(make_rig, tiny_models, ext
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4) and a.top_ids == b.top_ids
 
 
+def test_a_drafter_cannot_have_worked_longer_than_it_was_waited_for(make_rig, tiny_models) -> None:
+    class Boaster(Oracle):
+        def propose(self, plan: Plan, features: FeatureSource) -> Drafts:
+            drafts = super().propose(plan, features)
+            drafts.drafter_s = 3 * (2**32 - 1) / 1e6  # the most that fits on the wire
+            return drafts
+
+    model, _ = tiny_models()
+    oracle = Boaster(SPOILERS["random"])
+    oracle.answers = {"r": [0] * 40}
+    rig = make_rig(model, None, oracle, max_drafts=4)
+    [request] = rig.run([rig.ask("r", [1, 2, 3], temperature=0.0, max_tokens=9)])
+    assert 0 < request.times.drafter <= request.times.draft_wait
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_stops_fall_where_plain_decoding_puts_them(make_rig, tiny_models, batch) -> None:
     """Every kind of stop, at every place of a block, in one batch after another."""
