@@ -10,10 +10,15 @@ import sys
 import time
 from typing import Any
 
+MAX_VALUE_CHARS = 1000
+
 
 def fields(**values: Any) -> dict[str, Any]:
-    """`log.info("request finished", extra=fields(request_id=...))`."""
-    return {"fields": values}
+    """`log.info("request finished", extra=fields(request_id=...))`.
+
+    Peers choose some of the values: strings are cut after MAX_VALUE_CHARS.
+    """
+    return {"fields": {name: _cut(value) for name, value in values.items()}}
 
 
 def setup(service: str, log_format: str, level: str) -> None:
@@ -51,11 +56,23 @@ class _Console(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        facts = "".join(f" {k}={v}" for k, v in getattr(record, "fields", {}).items())
+        facts = "".join(f" {k}={_line(v)}" for k, v in getattr(record, "fields", {}).items())
         line = f"{clock} {record.levelname:7} {self._service} {record.getMessage()}{facts}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_VALUE_CHARS:
+        return f"{value[:MAX_VALUE_CHARS]}... ({len(value)} characters)"
+    return value
+
+
+def _line(value: Any) -> str:
+    """No line breaks and no terminal codes, which would let a peer forge log lines."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _utc(seconds: float) -> str:
