@@ -12,6 +12,7 @@ import os
 import queue
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0  # between attempts to connect
+_LASTING_S = 1.0  # a stream that ends sooner is a failed attempt: the next one waits longer
 _WELCOME_TIMEOUT_S = 3.0
 _FAREWELL_TIMEOUT_S = 1.0  # for the drafter to close the stream after our Bye
 _MAX_UNREAD = 4096  # messages while the engine is idle; a drafter that sends more is broken
@@ -66,6 +68,7 @@ class DraftLink:
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[pb.DraftRequest] = asyncio.Queue()  # bounded by its sender
         self._nonces = itertools.count(1)
+        self._awaited: int | None = None  # loop thread: nonce of the Ping without a Pong
 
     def send(self, message: pb.DraftRequest) -> None:
         """From any thread; messages leave in the order they were given."""
@@ -82,7 +85,8 @@ class DraftLink:
             self._loop.call_later(delay_s, self._ping)
 
     def _ping(self) -> None:
-        self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=next(self._nonces))))
+        self._awaited = next(self._nonces)
+        self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=self._awaited)))
 
     async def write(self, call: "_Call") -> None:
         """Until cancelled or the stream breaks."""
@@ -97,9 +101,11 @@ class DraftLink:
             if not isinstance(message, pb.DraftResponse):  # end of stream
                 return reason
             if message.HasField("pong"):
-                self.answering = True
+                if message.pong.nonce != self._awaited:
+                    continue  # nobody asked: it must not end a suspension
+                self._awaited, self.answering = None, True
                 self._on_change(True)
-            if message.HasField("drain"):
+            if message.HasField("drain") and not self.lost:
                 reason = "the drafter drains"
                 self.lose()
                 self._outbox.put_nowait(pb.DraftRequest(bye=pb.Bye()))
@@ -156,9 +162,10 @@ class DraftConnector:
     async def _keep_connected(self) -> None:
         delay, told = _FIRST_DELAY_S, ""
         while not self._stopping.is_set():
+            began = time.monotonic()
             welcomed, reason = await self._connect()
             self.reason = reason
-            if welcomed:
+            if welcomed and time.monotonic() - began >= _LASTING_S:
                 delay, told = _FIRST_DELAY_S, ""
             if reason != told and not self._stopping.is_set():  # not once per attempt
                 log.warning(

@@ -151,14 +151,14 @@ class DrafterClient:
             if drafts is not None:
                 self._breaker.in_time()
                 return drafts
+            if time.monotonic() >= deadline:  # a flood must not stretch the wait
+                self._late(link, "timeout")
+                return Drafts()
 
     def _take_waiting(self, link: DraftLink) -> None:
         """Applies what came since the last step: late answers, evictions, a Pong."""
-        while True:
-            try:
-                message = link.inbox.get_nowait()
-            except queue.Empty:
-                return
+        for _ in range(link.inbox.qsize()):  # only this thread takes; a flood goes on for ever
+            message = link.inbox.get_nowait()
             if message is not None:
                 self._apply(message, waited=0)
 

@@ -62,7 +62,7 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
     """Does what the test's `answer` says; keeps what it was sent."""
 
     def __init__(self, answer: Answer | None = None) -> None:
-        self.answer, self.refusal = answer or Rig.good, ""
+        self.answer, self.refusal, self.closes = answer or Rig.good, "", False
         self.reads, self.pongs = asyncio.Event(), True
         self.reads.set()
         self.welcome = {"max_sessions": 8, "max_step_rows": 64, "max_context_len": 400}
@@ -83,6 +83,8 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
         try:
             await context.write(pb.DraftResponse(welcome=pb.Welcome(**self.welcome)))
             await self.reads.wait()
+            if self.closes:
+                return
             async for message in messages:
                 await self.reads.wait()
                 await self._take(message, context)

@@ -258,6 +258,52 @@ def test_a_flood_while_the_engine_sleeps_ends_the_stream(rig: Any) -> None:
     assert len(fake.steps) == 1
 
 
+class _Endless:
+    """The inbox under a drafter that sends faster than anybody reads."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._until = time.monotonic() + limit_s
+
+    def qsize(self) -> int:
+        return 100
+
+    def get_nowait(self) -> pb.DraftResponse:
+        return self.get(0)
+
+    def get(self, timeout: float) -> pb.DraftResponse:
+        assert time.monotonic() < self._until, "the flood held the engine up"
+        return pb.DraftResponse(evicted=pb.Evicted(session_ids=[9]))
+
+
+def test_a_flood_while_the_engine_waits_does_not_stretch_the_wait(hasty: Any) -> None:
+    hasty.connect(hasty.silent)
+    link = hasty.client._connector.link
+    assert link is not None
+    link.inbox = _Endless(hasty.timeout_s + hasty.SLACK_S)
+    assert not hasty.propose(hasty.request())[0].by_session
+    assert hasty.counts.of["draft_late.timeout"] == 1
+
+
+def test_a_pong_that_nobody_asked_for_ends_no_suspension(hasty: Any) -> None:
+    fake, req = hasty.connect(hasty.silent, pongs=False), hasty.request()
+    hasty.suspend(req)
+    hasty.eventually(lambda: fake.pings == 1)
+    assert fake.context is not None
+    for nonce in (0, 2, 77):
+        hasty.on_loop(fake.context.write(pb.DraftResponse(pong=pb.Pong(nonce=nonce))))
+    time.sleep(0.05)
+    num_steps = len(fake.steps)
+    hasty.propose(req)
+    assert hasty.state == "SUSPENDED" and len(fake.steps) == num_steps
+
+
+def test_a_drafter_that_closes_every_stream_is_tried_ever_more_rarely(rig: Any) -> None:
+    fake = rig.serve(closes=True)
+    rig.on_loop(rig.client.start())
+    time.sleep(1.2)
+    assert 2 <= len(fake.hellos) <= 5  # after 0.1, 0.2, 0.4, 0.8 s
+
+
 def test_a_backlog_of_unanswered_steps_stops_the_sending(rig: Any) -> None:
     fake, req = rig.connect(rig.silent), rig.request(prompt=250)
     prompt = Plan(1, (Entry(req, 200, 50, False, 0),))
