@@ -308,9 +308,10 @@ def _step_from_pb(step: pb.Step, link: _Link, max_entries: int) -> Step:
     if step.step_id <= link.last_step_id:
         raise InvalidRequest(f"step_id {step.step_id} must be above {link.last_step_id}")
     link.last_step_id = step.step_id
-    entries = tuple(_entry_from_pb(entry) for entry in step.entries)
-    if len(entries) > max_entries:
-        raise InvalidRequest(f"{len(entries)} entries in a step, at most {max_entries} are allowed")
+    for name, count in (("entries", len(step.entries)), ("close_ids", len(step.close_ids))):
+        if count > max_entries:
+            raise InvalidRequest(f"{count} {name} in a step, at most {max_entries} are allowed")
+    entries = tuple(map(_entry_from_pb, step.entries))
     num_rows = sum(entry.num_rows for entry in entries)
     if num_rows > link.max_step_rows:
         raise InvalidRequest(f"{num_rows} rows in a step, at most {link.max_step_rows} are allowed")

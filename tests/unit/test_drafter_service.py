@@ -220,6 +220,18 @@ def test_a_second_hello_breaks_the_protocol(play: Any) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("field", ["entries", "close_ids"])
+def test_a_step_names_no_more_sessions_than_a_verifier_may_hold(play: Any, field: str) -> None:
+    async def scene(service: DrafterService) -> None:
+        many = service._drafter.limits.max_sessions_per_link + 1
+        sent = [pb.Entry(session_id=1)] if field == "entries" else [1]
+        message = pb.DraftRequest(step=pb.Step(step_id=1, **{field: sent * many}))
+        error = await settle(draft(service, Peer(hello(service), message), Context()))
+        assert isinstance(error, InvalidRequest) and f"{many} {field}" in error.message
+
+    play(scene)
+
+
 def test_a_stream_that_never_says_hello_is_ended(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
