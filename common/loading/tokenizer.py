@@ -11,7 +11,7 @@ import tokenizers
 from common.errors import LoadError
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
-CONTEXT_IDS = 4  # decoded again with each new id; a character has at most four bytes
+CONTEXT_IDS = 4  # decoded again with each new id; an unfinished character has at most three bytes
 
 
 class Tokenizer:
@@ -31,6 +31,8 @@ class Tokenizer:
         names = (f"<0x{byte:02X}>" for byte in range(256))
         ids = (self._tokenizer.token_to_id(name) for name in names)
         self.byte_ids = frozenset(i for i in ids if i is not None)  # byte fallback, if it has any
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -44,6 +46,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids that the tokenizer does not know are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """`decode` leaves this id out."""
+        if token_id in self._special_ids:
+            return skip_special_tokens
+        return self._tokenizer.id_to_token(token_id) is None
 
     def token_id(self, token: str) -> int | None:
         """The id of one token's exact text, if there is one."""
@@ -66,28 +74,26 @@ class StreamDecoder:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids = list(prompt_ids[-CONTEXT_IDS:])  # context, then ids with text to come
-        self._in_bytes = False  # inside a run of byte-fallback tokens
+        # Context, then ids with text to come; none that is silent, so that each has a byte.
+        self._ids = [i for i in prompt_ids[-CONTEXT_IDS:] if not self._is_silent(i)]
         # A prompt that ends inside a character leaves it to the first ids to finish it.
         self._shown = len(self._text().rstrip(REPLACEMENT))  # characters of _text() that are out
 
     def push(self, token_id: int) -> str:
         """The text that became final with this id: often a word, sometimes ''."""
+        if self._is_silent(token_id):
+            return ""
         self._ids.append(token_id)
         if token_id in self._tokenizer.byte_ids:
-            self._in_bytes = True
-        elif self._in_bytes:  # a skipped special token does not end the run
-            self._in_bytes = not self._tokenizer.decode([token_id], self._skip)
-        if self._in_bytes:
             return ""
         text = self._text()
         # Only a last replacement character can still turn into something else.
         unfinished = text.endswith(REPLACEMENT)
         piece = text[self._shown : len(text) - unfinished]
         self._shown += len(piece)
-        if not unfinished and len(self._ids) > CONTEXT_IDS:
+        if len(self._ids) > CONTEXT_IDS:
             del self._ids[:-CONTEXT_IDS]
-            self._shown = len(self._text())
+            self._shown = len(self._text()) - unfinished
         return piece
 
     def flush(self) -> str:
@@ -95,6 +101,9 @@ class StreamDecoder:
         piece = self._text()[self._shown :]
         self._shown += len(piece)
         return piece
+
+    def _is_silent(self, token_id: int) -> bool:
+        return self._tokenizer.is_silent(token_id, self._skip)
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, self._skip)

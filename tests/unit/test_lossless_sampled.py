@@ -70,6 +70,7 @@ def law_after(logits: np.ndarray, context: tuple[int, ...], asked: dict) -> np.n
         row[token] -= asked.get("frequency_penalty", 0.0) * context.count(token)
         row[token] -= asked.get("presence_penalty", 0.0)
     row = row / asked["temperature"]
+    row[np.exp(row - row.max()) < asked.get("min_p", 0.0)] = -math.inf
     if top_k := asked.get("top_k"):
         row[row < np.sort(row)[-top_k]] = -math.inf
     probs = np.exp(row - row.max())
@@ -77,7 +78,6 @@ def law_after(logits: np.ndarray, context: tuple[int, ...], asked: dict) -> np.n
     order = np.argsort(-probs)
     needed = int(np.searchsorted(probs[order].cumsum(), asked.get("top_p", 1.0))) + 1
     probs[order[needed:]] = 0.0
-    probs[probs < asked.get("min_p", 0.0) * probs.max()] = 0.0
     return probs / probs.sum()
 
 

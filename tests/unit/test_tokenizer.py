@@ -130,6 +130,25 @@ def test_long_streams_do_not_decode_everything_again(
     assert len(lengths) > 900 and max(lengths) <= 5
 
 
+def test_nor_do_streams_that_never_finish_a_character(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_level(tmp_path))
+    euro = tokenizer.encode("€")
+    for token_ids in ([euro[0]] * 300, tokenizer.encode("\ufffd" * 100), euro[:2] * 100):
+        decoder = StreamDecoder(tokenizer)
+        pieces, rest = stream(decoder, token_ids)
+        assert "".join(pieces) + rest == tokenizer.decode(token_ids)
+        assert len(decoder._ids) <= 4
+
+
+def test_special_tokens_inside_a_character(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_level(tmp_path))
+    eos = tokenizer.token_id("<eos>")
+    euro = tokenizer.encode("€")
+    token_ids = [euro[0], *[eos] * 9, euro[1], *[eos] * 9, euro[2]]
+    pieces, rest = stream(StreamDecoder(tokenizer), token_ids)
+    assert (pieces[-1], "".join(pieces), rest) == ("€", "€", "")
+
+
 def test_missing_or_broken_file(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"holds no tokenizer.json"):
         Tokenizer(tmp_path)
