@@ -124,9 +124,9 @@ def tap_ids(lowest: int) -> Check[Ids]:
 
 
 def check_tap_range(ids: Ids, num_layers: int | None, path: str, origin: str) -> None:
-    """Raises E14 for a tap, read at `path`, past the target's last layer; N was read at `origin`.
+    """Raises E14 for a tap past the target's last layer.
 
-    `check_filler` has its paths likewise.
+    `path` is where the taps were read, `origin` where the number of layers was.
     """
     if num_layers is None:
         return
@@ -143,7 +143,7 @@ def check_tap_range(ids: Ids, num_layers: int | None, path: str, origin: str) ->
 
 
 def check_filler(token_id: int | None, vocab_size: int | None, path: str, origin: str) -> None:
-    """Raises E15 when the filler token is no row of the target's embedding."""
+    """Raises E15 when the filler token is no row of the target's embedding; paths as above."""
     if token_id is None or vocab_size is None or token_id < vocab_size:
         return
     raise refuse(

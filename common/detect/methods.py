@@ -150,11 +150,16 @@ def _what(shape: Verdict) -> str:
 
 def _mtp_on_dspark(shape: Verdict) -> ConfigError:
     layer = shape.num_layers if shape.num_layers is not None else "N"
+    otherwise = (
+        "V4.1 has no classic MTP layout at all, and vLLM refuses it too"
+        if shape.family == "deepseek_v41"
+        else "a classic MTP loader would die on KeyError "
+        f"'model.layers.{layer}.mtp_block.main_norm.weight'"
+    )
     return refuse(
         "E01",
         f'method="mtp" cannot run on {shape.label}: it ships a DSpark drafter and no MTP head, as '
-        f"{_proof(shape)} show. A classic MTP loader would die on "
-        f"KeyError 'model.layers.{layer}.mtp_block.main_norm.weight'. On Hopper check the release "
+        f"{_proof(shape)} show; {otherwise}. On Hopper check the release "
         "and topology first: vLLM 0.27.1 with DP4 on H100 is reported to crash in graph capture, "
         "0.26.0 with TP4 on H200 and nightlies to work (vLLM pull request 52165).",
         _use_dspark(shape),

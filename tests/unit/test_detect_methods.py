@@ -188,6 +188,7 @@ MTP_ON_DSPARK = [
 TEXTS: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("V4_DSPARK", {"method": "mtp"}, "E01", MTP_ON_DSPARK),
     ("PRO", {"method": "mtp"}, "E01", ["model.layers.61.mtp_block", "[58, 59, 60]"]),
+    ("V41", {"method": "mtp"}, "E01", ["`text_config.dspark_block_size` = 5", "vLLM refuses it"]),
     (
         "V4_MTP",
         {"method": "dspark"},
