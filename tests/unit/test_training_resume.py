@@ -84,6 +84,7 @@ def settings(tmp_path: Path) -> Settings:
         mask_token_id=1,
         num_anchors=6,
         texts_per_step=2,
+        short_until=0.5,
         steps=8,
         warmup=2,
         learning_rate=1e-2,
