@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 FULL_NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 MAX_MESSAGE_BYTES = 64 << 20
+_MAX_POSITION = 2**32 - 1  # what `Proposal.base_len` can say
 _ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
 _HELLO_TIMEOUT_S = 10.0
 _MAX_UNANSWERED = 16  # steps and pings of one verifier; then its stream is not read any further
@@ -325,6 +326,11 @@ def _step_from_pb(step: pb.Step, link: _Link, max_entries: int) -> Step:
 
 
 def _entry_from_pb(entry: pb.Entry) -> Entry:
+    if entry.base_len + entry.num_rows > _MAX_POSITION:
+        raise InvalidRequest(
+            f"base_len {entry.base_len} and num_rows {entry.num_rows} of session "
+            f"{entry.session_id} end above position {_MAX_POSITION}"
+        )
     return Entry(
         entry.session_id,
         entry.epoch,

@@ -220,6 +220,24 @@ def test_a_second_hello_breaks_the_protocol(play: Any) -> None:
     play(scene)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_position_that_no_answer_can_name_ends_the_stream_not_the_engine(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)  # of a dead engine
+
+    async def scene(service: DrafterService) -> None:
+        call = draft(service, Peer(hello(service), step(1, base_len=2**32 - 1)), Context())
+        error = await settle(call)
+        assert isinstance(error, InvalidRequest) and "base_len 4294967295" in error.message
+        context = Context()
+        draft(service, Peer(hello(service), step(1)), context)
+        assert (await context.next()).HasField("welcome")
+        assert (await context.next()).proposals.proposals[0].status == pb.Proposal.STATUS_OK
+
+    play(scene)
+
+
 @pytest.mark.parametrize("field", ["entries", "close_ids"])
 def test_a_step_names_no_more_sessions_than_a_verifier_may_hold(play: Any, field: str) -> None:
     async def scene(service: DrafterService) -> None:
