@@ -9,7 +9,7 @@ import importlib.util
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,19 @@ MEASURED_PROMPTS = (
 )
 DRAFTED = "black on green"  # accepted drafts, as the demo shows them
 
+Prompt = str | Sequence[int]  # text, or token ids
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the demo runs, and on which prompts."""
+
+    target: Path
+    drafter: Path
+    question: str  # as the user sees the first prompt
+    first: Prompt
+    measured: list[Prompt]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -54,6 +67,13 @@ def add_parser(subparsers: Any) -> None:
     """Registers `dspark demo`."""
     parser = subparsers.add_parser("demo", help="run both services here and measure the difference")
     parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT)
+    parser.add_argument(
+        "--family",
+        choices=FAMILIES,
+        default="llama",
+        help="llama: a small real model; deepseek-v4: a tiny random checkpoint in the official "
+        "quantised layout, on token-id prompts",
+    )
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--runs", type=int, default=5, help="measured runs per mode (default 5)")
     parser.add_argument(
@@ -65,24 +85,44 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0, or 1 when drafted and plain ids differ."""
     console = Console(stderr=args.json)
-    target, drafter = embedded_pair(console)
-    chat = ChatTemplate(target)
-    prompts = [chat.render([{"role": "user", "content": p}]) for p in MEASURED_PROMPTS]
-    first = chat.render([{"role": "user", "content": args.prompt}])
     with tempfile.TemporaryDirectory(prefix="dspark-demo-") as folder, ExitStack() as stack:
+        subject = FAMILIES[args.family](console, args.prompt, Path(folder))
         console.print("starting the drafter and the verifier ...", style="dim")
-        pair = DemoPair(target, drafter, Path(folder))
+        pair = DemoPair(subject.target, subject.drafter, Path(folder))
         stack.enter_context(pair.drafter())
         with pair.verifier() as client:
-            _show_stream(console, client, args.prompt, first, args.max_tokens)
-            plain, drafted = measure(client, prompts, args.runs, args.max_tokens)
+            _show_stream(console, client, subject.question, subject.first, args.max_tokens)
+            plain, drafted = measure(client, subject.measured, args.runs, args.max_tokens)
         with pair.verifier("--batch-invariant") as client:
-            equal = ids_equal(client, [first, *prompts], args.max_tokens)
+            equal = ids_equal(client, [subject.first, *subject.measured], args.max_tokens)
     report = summarise(plain, drafted, equal)
     _show_report(console, report)
     if args.json:
         print(json.dumps(asdict(report)))
     return 0 if equal else 1
+
+
+def embedded_subject(console: Console, prompt: str, folder: Path) -> Subject:
+    """The default pair, chatting."""
+    target, drafter = embedded_pair(console)
+    chat = ChatTemplate(target)
+
+    def render(text: str) -> str:
+        return chat.render([{"role": "user", "content": text}])
+
+    return Subject(target, drafter, prompt, render(prompt), [*map(render, MEASURED_PROMPTS)])
+
+
+def tiny_v4_subject(console: Console, prompt: str, folder: Path) -> Subject:
+    """Target and drafter in one checkpoint, written into `folder`; its answers mean nothing."""
+    from common.testing.deepseek_v4 import tiny_deepseek_v4  # imports torch
+
+    made = tiny_deepseek_v4(folder / "deepseek-v4", compress_rate_hca=16, noise=0.2)
+    prompts = [[seed * i % 90 for i in range(40 * seed)] for seed in (1, 3, 7)]
+    return Subject(made, made, f"{len(prompts[0])} token ids", prompts[0], [*prompts[1:]])
+
+
+FAMILIES = {"llama": embedded_subject, "deepseek-v4": tiny_v4_subject}
 
 
 def embedded_pair(console: Console) -> tuple[Path, Path]:
@@ -145,7 +185,7 @@ class DemoPair:
 
 
 def measure(
-    client: VerifierClient, prompts: list[str], num_runs: int, max_tokens: int
+    client: VerifierClient, prompts: Sequence[Prompt], num_runs: int, max_tokens: int
 ) -> tuple[list[Generation], list[Generation]]:
     """(plain, drafted) generations; the modes alternate so that a drifting machine hits both."""
     runs: dict[bool, list[Generation]] = {False: [], True: []}
@@ -160,7 +200,7 @@ def measure(
     return runs[False], runs[True]
 
 
-def ids_equal(client: VerifierClient, prompts: list[str], max_tokens: int) -> bool:
+def ids_equal(client: VerifierClient, prompts: Sequence[Prompt], max_tokens: int) -> bool:
     """Temperature 0: the ids with drafting equal the ids without, and drafts were accepted."""
     accepted = 0
     for prompt in prompts:
@@ -204,7 +244,7 @@ def summarise(plain: list[Generation], drafted: list[Generation], equal: bool) -
 
 
 def _show_stream(
-    console: Console, client: VerifierClient, question: str, prompt: str, max_tokens: int
+    console: Console, client: VerifierClient, question: str, prompt: Prompt, max_tokens: int
 ) -> None:
     console.print(f"\n[bold]{question}[/bold]   (accepted drafts look [{DRAFTED}]like this[/])\n")
     for response in client.stream(prompt, temperature=0.0, max_tokens=max_tokens):

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from common.cli.main import main
 from common.cli.processes import ServiceProcess
 from common.client import Generation, VerifierClient
 from common.errors import StartupError
@@ -172,6 +173,14 @@ def test_old_positions_take_no_window_rows_and_no_feature_rows(pair: Pair) -> No
     assert cache["num_slots"] == (6 * 3 + 2) * HCA < cache["num_blocks"] * HCA
     contract = pair.drafter_info().contract
     assert contract.context_window == WINDOW and contract.block_size == BLOCK
+
+
+@pytest.mark.slow
+def test_the_demo_measures_a_pair_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["demo", "--family", "deepseek-v4", "--runs", "1", "--max-tokens", "24", "--json"]
+    assert main(flags) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["ids_equal"] and report["acceptance_length"] > 1.5
 
 
 def test_plain_v4_is_served_undrafted_and_says_so(tmp_path: Path) -> None:
