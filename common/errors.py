@@ -30,12 +30,6 @@ class AlreadyExists(DsparkError):
     status = "ALREADY_EXISTS"
 
 
-class NotFound(DsparkError):
-    """No such model, request or session."""
-
-    status = "NOT_FOUND"
-
-
 class Overloaded(DsparkError):
     """A bounded queue or pool is full; the same call may succeed after `retry_after_ms`."""
 
@@ -66,18 +60,6 @@ class ContractMismatch(DsparkError):
     """Drafter and verifier were not made for each other."""
 
     status = "FAILED_PRECONDITION"
-
-
-class StaleEpoch(DsparkError):
-    """A message belongs to an earlier life of a session or a peer."""
-
-    status = "ABORTED"
-
-
-class Unsupported(DsparkError):
-    """Known, but not built or switched off here."""
-
-    status = "UNIMPLEMENTED"
 
 
 class StartupError(DsparkError):

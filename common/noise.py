@@ -63,10 +63,3 @@ def exponential_of(row_keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     # The wide end (noise near 0, which wins races) keeps fp32's full relative precision.
     share = bits.to(torch.float32).add_(0.5).mul_(2.0**-52).clamp_(max=1.0 - 2.0**-24)
     return share.neg_().log1p_().neg_()
-
-
-def gumbel(
-    seeds: torch.Tensor, positions: torch.Tensor, domain: int, ids: torch.Tensor
-) -> torch.Tensor:
-    """Standard Gumbel noise, arguments as in `exponential`; arg-max of log-probs + it samples."""
-    return exponential(seeds, positions, domain, ids).log_().neg_()

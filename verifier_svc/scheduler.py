@@ -51,11 +51,6 @@ class Scheduler:
         self._cursors: dict[Request, StopCursor] = {}  # of every request that has not ended
         self._step_id = 0
 
-    @property
-    def live(self) -> list[Request]:
-        """Waiting and running, in order of arrival."""
-        return list(self._cursors)
-
     def holds(self, request: Request) -> bool:
         """The request was added and has not ended."""
         return request in self._cursors

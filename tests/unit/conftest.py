@@ -86,7 +86,8 @@ class Rig:
             if not self.scheduler.has_work:
                 break
             self.events += self.engine.step()
-            held = [block for r in self.scheduler.live for block in r.block_table]
+            live = [*self.scheduler.running, *self.scheduler.waiting]
+            held = [block for request in live for block in request.block_table]
             kv_blocks = self.scheduler.kv_blocks
             assert len(set(held)) == len(held) == kv_blocks.num_blocks - kv_blocks.num_free
         assert not self.scheduler.has_work, f"not finished after {max_steps} steps"

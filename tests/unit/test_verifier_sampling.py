@@ -222,7 +222,8 @@ def test_race_agrees_with_gumbel_noise_on_the_candidates_a_drafter_has() -> None
     probs = torch.rand(50, VOCAB).softmax(1)
     seeds, positions = torch.arange(50), torch.arange(50)
     ids = probs.topk(8).indices
-    scores = probs.gather(1, ids).log() + noise.gumbel(seeds, positions, noise.TARGET, ids)
+    gumbel = -noise.exponential(seeds, positions, noise.TARGET, ids).log()
+    scores = probs.gather(1, ids).log() + gumbel
     guess = ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
     drawn = race(probs, seeds, positions)
     among = (ids == drawn[:, None]).any(1)

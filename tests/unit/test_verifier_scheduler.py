@@ -198,7 +198,8 @@ def test_every_request_gets_its_one_right_answer_and_no_block_leaks(world: dict)
             for event in scheduler.commit(plan, drafts, target.run(plan, drafts)):
                 if isinstance(event, Finished):
                     ends[event.request_id].append(event.reason)
-        held = [block for request in scheduler.live for block in request.block_table]
+        live = [*scheduler.running, *scheduler.waiting]
+        held = [block for request in live for block in request.block_table]
         assert set(held) <= set(range(world["num_blocks"]))
         assert len(set(held)) == len(held) == world["num_blocks"] - scheduler.kv_blocks.num_free
         if not scheduler.has_work and tick > 12:
