@@ -17,8 +17,8 @@ from verifier_svc.request import Plan, Request
 class Draft:
     """Proposed tokens after one request's anchor.
 
-    `draft_probs` is None for arg-max and coupled drafts (one-hot). Otherwise the drafter sampled
-    token k from exactly the distribution `candidate_probs[k]` over `candidate_ids[k]`.
+    The candidates are None for arg-max and coupled drafts, whose draft distribution is one-hot.
+    Otherwise token k was sampled from exactly `candidate_probs[k]` over `candidate_ids[k]`.
     """
 
     token_ids: tuple[int, ...]

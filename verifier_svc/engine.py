@@ -10,12 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common.errors import DsparkError, Overloaded, Unavailable
 from common.logs import fields
 from verifier_svc.drafting import Drafter
-from verifier_svc.events import Event, Failed, Finished
+from verifier_svc.events import Event, Failed, Finished, Gauges
 from verifier_svc.request import Plan, Request
 from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Scheduler
@@ -23,16 +22,6 @@ from verifier_svc.verify import Verifier
 from verifier_svc.verify_len import VerifyLength
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineGauges:
-    """A glance from another thread: each value is right by itself, maybe not beside the others."""
-
-    num_running: int
-    num_waiting: int
-    num_free_kv_blocks: int
-    num_kv_blocks: int
 
 
 class Engine:
@@ -88,10 +77,10 @@ class Engine:
             self._aborted.append(request)
             self._changed.notify()
 
-    def gauges(self) -> EngineGauges:
+    def gauges(self) -> Gauges:
         """How full the engine is."""
         scheduler = self._scheduler
-        return EngineGauges(
+        return Gauges(
             len(scheduler.running),
             len(scheduler.waiting) + len(self._added),
             scheduler.kv_blocks.num_free,

@@ -1,4 +1,4 @@
-"""What the engine tells the outside about a request: the pure shape of the Generate stream.
+"""What the engine tells the outside: about a request, the pure shape of its Generate stream.
 
 Pure: knows neither torch nor grpc. A request gets Deltas, then exactly one Finished or Failed.
 """
@@ -46,3 +46,13 @@ class Failed:
 
 
 Event = Delta | Finished | Failed
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """How full the engine is. Each value is right by itself, maybe not beside the others."""
+
+    num_running: int
+    num_waiting: int
+    num_free_kv_blocks: int
+    num_kv_blocks: int

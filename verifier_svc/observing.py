@@ -5,24 +5,10 @@ Loop thread only. Knows metric and span names, neither grpc nor protobuf nor tor
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 from common.telemetry import M, S, Telemetry
-from verifier_svc.events import Delta, Finished
+from verifier_svc.events import Delta, Finished, Gauges
 from verifier_svc.request import Request
-
-
-class Gauges(Protocol):
-    """How full the engine is. Each value is consistent in itself only."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_free_kv_blocks(self) -> int: ...
-    @property
-    def num_kv_blocks(self) -> int: ...
 
 
 class Observer:

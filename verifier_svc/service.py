@@ -1,7 +1,7 @@
 """The verifier's gRPC face: protobuf in, admission, events out; health and drain of the service.
 
-The only verifier file beside `drafter_client.py` that sees protobuf. Runs on the event loop and
-computes nothing: the engine's thread does. Knows the engine by four methods only.
+Sees protobuf, as only the drafter's side (`draft_link.py`, `drafter_client.py`) does beside it.
+Runs on the event loop and computes nothing: the engine's thread does.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from common.pb.v1 import verifier_pb2 as pb
 from common.pb.v1 import verifier_pb2_grpc
 from verifier_svc.admission import Admission, Ask
 from verifier_svc.drafting import DrafterStatus
-from verifier_svc.events import Delta, Event, Finished
-from verifier_svc.observing import Gauges, Observer
+from verifier_svc.events import Delta, Event, Finished, Gauges
+from verifier_svc.observing import Observer
 from verifier_svc.request import Counters, Request, SamplingMode, Times, TokenLogprobs
 from verifier_svc.stream import Stream, Streams
 

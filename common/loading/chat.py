@@ -11,7 +11,7 @@ from common.errors import LoadError
 
 
 class ChatTemplate:
-    """The `chat_template` of `tokenizer_config.json`, run in a sandbox: it comes with the weights."""
+    """The `chat_template` of `tokenizer_config.json`, sandboxed: it comes with the weights."""
 
     def __init__(self, checkpoint: Path) -> None:
         """Raises LoadError when the checkpoint has no usable template."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,7 +19,7 @@ from common.pb.v1 import verifier_pb2_grpc
 from common.telemetry import S, Telemetry
 from verifier_svc.admission import Admission, Limits
 from verifier_svc.drafting import DrafterStatus
-from verifier_svc.events import Delta, Event, Failed, Finished
+from verifier_svc.events import Delta, Event, Failed, Finished, Gauges
 from verifier_svc.observing import Observer
 from verifier_svc.request import FinishReason, Request
 from verifier_svc.service import DRAFT_PATH, ModelInfo, VerifierService
@@ -48,10 +47,8 @@ class PlayedEngine:
         if self.live.pop(request.request_id, None):
             self.deliver([finished(request, FinishReason.ABORT)])
 
-    def gauges(self) -> Any:
-        return SimpleNamespace(
-            num_running=len(self.live), num_waiting=0, num_free_kv_blocks=1, num_kv_blocks=1
-        )
+    def gauges(self) -> Gauges:
+        return Gauges(len(self.live), num_waiting=0, num_free_kv_blocks=1, num_kv_blocks=1)
 
     def problem(self, stall_seconds: float) -> str | None:
         return self.trouble
