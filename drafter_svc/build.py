@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from common.contract import Contract
+from common.device import device_of
 from common.errors import StartupError
 from common.loading.safetensors_files import LoadReport
 from common.models.contracts import contract_of
@@ -34,7 +35,7 @@ class LoadedDrafter:
 
 def load(config: DrafterConfig, decision: Decision) -> LoadedDrafter:
     """Raises StartupError (LoadError) with what is wrong and the way out."""
-    device = _device(config.device)
+    device = device_of(config.device)
     torch.set_num_threads(config.service.threads)
     model, report = load_drafter(config.model, config.target_model, DTYPES[config.dtype], device)
     target = read_target_config(config.target_model)
@@ -58,16 +59,6 @@ def load(config: DrafterConfig, decision: Decision) -> LoadedDrafter:
         verdict_json=decision.to_json(),
         report=report,
     )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise StartupError(f"--device {name!r} is unknown; use cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise StartupError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
-    return device
 
 
 def _new_kv(model: DraftModel, config: DrafterConfig) -> KVCache:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from common.contract import Contract
+from common.device import device_of
 from common.errors import StartupError
 from common.loading.tokenizer import StreamDecoder, Tokenizer
 from common.models.contracts import read_contract
@@ -41,7 +42,7 @@ def build_service(
     config: VerifierConfig, decision: Decision, telemetry: Telemetry
 ) -> VerifierService:
     """Raises StartupError; cheap checks come before the weights are read."""
-    device = _device(config.device)
+    device = device_of(config.device)
     torch.set_num_threads(config.service.threads)
     tokenizer = Tokenizer(config.model)
     max_drafts = decision.max_drafts if config.drafter is not None else 0
@@ -105,16 +106,6 @@ class _Relay:
 
     def emit(self, events: list[Event]) -> None:
         self._loop.call_soon_threadsafe(self.deliver, events)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise StartupError(f"--device {name!r} is unknown; use cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise StartupError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
-    return device
 
 
 def _max_context_len(config: VerifierConfig, target: TargetFacts) -> int:
