@@ -6,6 +6,7 @@ on the loop thread (`draft_link.py`). Whatever the drafter does, a step waits at
 """
 
 import logging
+import hashlib
 import queue
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from verifier_svc.draft_link import DraftConnector, DraftLink, LinkSettings
 from verifier_svc.draft_payload import read_draft
 from verifier_svc.draft_sync import Ask, DraftSync, LinkLimits
 from verifier_svc.drafting import Draft, DrafterStatus, Drafts, FeatureSource
-from verifier_svc.request import Plan, Request, SamplingMode
+from verifier_svc.request import Plan, Request, SamplingMode, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -261,9 +262,19 @@ def _ask_to_pb(ask: Ask, top_k: int) -> pb.Entry:
         if not sampling.greedy:
             entry.sampling.mode = _MODES[sampling.mode]
             entry.sampling.temperature = sampling.temperature
-            entry.sampling.seed = sampling.seed
+            entry.sampling.seed = _draft_seed(sampling)
             entry.sampling.top_k = top_k
     return entry
+
+
+def _draft_seed(sampling: SamplingParams) -> int:
+    """COUPLED shares the request's seed. REJECTION must not: a drafter that knew it could foresee
+    the draws that accept its drafts, and bend the output towards them.
+    """
+    if sampling.mode is SamplingMode.COUPLED:
+        return sampling.seed
+    digest = hashlib.blake2b(sampling.seed.to_bytes(8, "little"), digest_size=8, person=b"draft")
+    return int.from_bytes(digest.digest(), "little")
 
 
 _MODES = {

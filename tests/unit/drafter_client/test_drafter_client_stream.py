@@ -43,11 +43,16 @@ def test_sampling_wishes_reach_the_drafter(rig: Any) -> None:
     wishes = [
         SamplingParams(temperature=0.5, seed=2**63 + 1, mode=SamplingMode.COUPLED),
         SamplingParams(temperature=0.75, seed=9),
+        SamplingParams(temperature=0.75, seed=9),
+        SamplingParams(temperature=0.75, seed=10),
     ]
     rig.propose(*(rig.request(i, sampling=wish) for i, wish in enumerate(wishes)))
-    coupled, sampled = (entry.sampling for entry in fake.steps[0].entries)
+    coupled, sampled, same, other = (entry.sampling for entry in fake.steps[0].entries)
     assert (coupled.mode, coupled.temperature, coupled.seed) == (3, 0.5, 2**63 + 1)
-    assert (sampled.mode, sampled.temperature, sampled.seed) == (2, 0.75, 9)
+    assert (sampled.mode, sampled.temperature) == (2, 0.75)
+    # A drafter that knew the seed could foresee which drafts are accepted.
+    assert sampled.seed == same.seed != 9
+    assert sampled.seed != other.seed
 
 
 def test_without_a_drafter_nothing_waits_and_one_that_comes_is_used(rig: Any) -> None:
