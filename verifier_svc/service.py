@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,9 +142,12 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         except TimeoutError:
             log.error("the engine's step does not end; leaving it behind")
 
-    def deliver(self, events: Iterable[Event]) -> None:
+    def deliver(self, events: Sequence[Event]) -> None:
         """Takes one engine step's events; called on the loop thread."""
         self._streams.deliver(events)
+        for event in events:
+            if isinstance(event, Finished):
+                self._observer.finished(event)
         self._observer.gauges(self._engine.gauges())
 
     def _drafter_status(self) -> DrafterStatus:
@@ -245,7 +248,6 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 self._observer.delta(request, event)
                 await context.write(_delta(event))
             elif isinstance(event, Finished):
-                self._observer.finished(event)
                 await context.write(pb.GenerateResponse(finished=_finished(event)))
                 return
 

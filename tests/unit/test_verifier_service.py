@@ -16,7 +16,7 @@ from common.health import Health
 from common.interceptors import ErrorInterceptor
 from common.pb.v1 import verifier_pb2 as pb
 from common.pb.v1 import verifier_pb2_grpc
-from common.telemetry import S, Telemetry
+from common.telemetry import M, Metric, S, Telemetry
 from verifier_svc.admission import Admission, Limits
 from verifier_svc.drafting import DrafterStatus
 from verifier_svc.events import Delta, Event, Failed, Finished, Gauges
@@ -78,13 +78,17 @@ class Tokens:
 
 
 class Spans(Telemetry):
-    """Keeps spans instead of exporting them."""
+    """Keeps spans and values instead of exporting them."""
 
-    traces = True
+    traces = counts = True
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.values: list[tuple[Metric, float]] = []
+
+    def record(self, metric: Metric, value: float = 1, **labels: str) -> None:
+        self.values.append((metric, value))
 
     def span(self, name: str, start: float, end: float, **facts: Any) -> None:
         self.seen.append((name, facts))
@@ -252,6 +256,20 @@ def test_a_request_leaves_a_span_under_its_callers(tmp_path: Path) -> None:
             assert [child[0] for child in facts["children"]][:2] == [S.QUEUE, S.PREFILL]
             await status_of(r.stub.Generate(pb.GenerateRequest()))  # refused: not a request
             assert len(r.spans.seen) == 1
+
+    asyncio.run(check())
+
+
+def test_drafts_of_a_request_whose_client_left_are_counted(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with rig(tmp_path) as r:
+            call = r.stub.Generate(pb.GenerateRequest(text="a"))
+            request = await r.running(call)
+            request.counters.num_draft_tokens = 7
+            call.cancel()
+            await until(lambda: not r.engine.live)
+            assert r.spans.values.count((M.DRAFT_TOKENS, 7)) == 1
+            assert (M.REQUEST_SUCCESS, 1) in r.spans.values
 
     asyncio.run(check())
 
