@@ -169,8 +169,8 @@ def test_old_positions_take_no_window_rows_and_no_feature_rows(pair: Pair) -> No
     line = next(line for line in pair.verifier.log.read_text().splitlines() if "KV cache" in line)
     cache = json.loads(line)
     assert cache["kv_block_size"] == HCA
-    # 6 requests with 3 blocks each, and 2 for the rows of a step.
-    assert cache["num_slots"] == (6 * 3 + 2) * HCA < cache["num_blocks"] * HCA
+    # 6 requests with 4 blocks each, and 2 for the rows of a step.
+    assert cache["num_slots"] == (6 * 4 + 2) * HCA < cache["num_blocks"] * HCA
     contract = pair.drafter_info().contract
     assert contract.context_window == WINDOW and contract.block_size == BLOCK
 

@@ -189,6 +189,7 @@ def recent_blocks_needed(
     config: DeepseekV4Config, kv_block_size: int, max_requests: int, max_batch_tokens: int
 ) -> int:
     """`num_recent_blocks` that always suffices for so many live requests and rows per forward."""
-    # Blocks that `reach` rows touch, and one for how far a request may be set back.
-    per_request = -(-target_reach(config) // kv_block_size) + 2
-    return max_requests * per_request + -(-max_batch_tokens // kv_block_size)
+    # A request holds its last block_size + reach positions and the n rows of the forward. L
+    # positions touch at most (L - 2) // block_size + 2 blocks: (reach + n - 2) // block_size + 3.
+    per_request = (target_reach(config) - 1) // kv_block_size + 4
+    return max_requests * per_request + max_batch_tokens // kv_block_size
