@@ -55,7 +55,7 @@ FULL_NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_POSITION = 2**32 - 1  # what `Proposal.base_len` can say
 _ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
-_HELLO_TIMEOUT_S = 10.0
+_HELLO_TIMEOUT_S, _LAST_WRITES_S = 10.0, 0.5
 _MAX_UNANSWERED = 16  # steps and pings of one verifier; then its stream is not read any further
 
 
@@ -68,7 +68,7 @@ class _Link:
         self.last_step_id = 0
         self.credits = asyncio.Semaphore(_MAX_UNANSWERED)
         # Bounded by `credits`, but for eviction notices: at most one per session that was open.
-        self.outbox: asyncio.Queue[tuple[pb.DraftResponse, bool]] = asyncio.Queue()
+        self.outbox: asyncio.Queue[tuple[pb.DraftResponse, bool] | None] = asyncio.Queue()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: pb.DraftResponse, *, answer: bool = False) -> None:
@@ -171,6 +171,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         waits = (reader, writer, link.ended)
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            link.outbox.put_nowait(None)  # gRPC cannot send the status beside an unfinished write
+            await asyncio.wait({writer}, timeout=_LAST_WRITES_S)
             for wait in waits:
                 if wait in done:
                     return wait.result()
@@ -279,8 +281,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
 
 
 async def _write(link: _Link, context: grpc.aio.ServicerContext) -> None:
-    while True:
-        message, answer = await link.outbox.get()
+    while (item := await link.outbox.get()) is not None:
+        message, answer = item
         await context.write(message)
         if answer:
             link.credits.release()
@@ -327,10 +329,8 @@ def _step_from_pb(step: pb.Step, link: _Link, max_entries: int) -> Step:
 
 def _entry_from_pb(entry: pb.Entry) -> Entry:
     if entry.base_len + entry.num_rows > _MAX_POSITION:
-        raise InvalidRequest(
-            f"base_len {entry.base_len} and num_rows {entry.num_rows} of session "
-            f"{entry.session_id} end above position {_MAX_POSITION}"
-        )
+        where = f"base_len {entry.base_len} and num_rows {entry.num_rows}"
+        raise InvalidRequest(f"{where} end above position {_MAX_POSITION}")
     return Entry(
         entry.session_id,
         entry.epoch,

@@ -211,6 +211,24 @@ def test_only_so_many_verifiers(play: Any) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("reads_again", [True, False])
+def test_the_end_waits_a_moment_for_the_write_in_progress(play: Any, reads_again: bool) -> None:
+    async def scene(service: DrafterService) -> None:
+        peer, context = Peer(hello(service)), Context()
+        context.open.clear()
+        call = draft(service, peer, context)
+        await asyncio.sleep(0.05)
+        peer.say(None)
+        await asyncio.sleep(0.05)
+        assert not call.done()
+        if reads_again:
+            context.open.set()
+        assert await settle(call) is None
+        assert context.messages.qsize() == reads_again
+
+    play(scene)
+
+
 def test_a_second_hello_breaks_the_protocol(play: Any) -> None:
     async def scene(service: DrafterService) -> None:
         call = draft(service, Peer(hello(service), hello(service)), Context())
