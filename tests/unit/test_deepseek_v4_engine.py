@@ -116,7 +116,7 @@ def test_requests_in_step_fit_the_recent_blocks(model: DeepseekV4Target) -> None
     drafter = KnowsTheAnswer({r.request_id: r.token_ids for r in truth}, errs=False)
     got, _ = run(model, prompts, num_blocks=64, max_running=4, drafter=drafter)
     assert [r.token_ids for r in got] == [r.token_ids for r in truth]
-    assert all(r.counters.num_accepted_tokens == 50 for r in got)
+    assert all(r.counters.num_accepted_tokens == 49 for r in got)
 
 
 def test_preempted_and_rejected_rows_change_nothing(model: DeepseekV4Target) -> None:
