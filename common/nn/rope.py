@@ -60,15 +60,25 @@ def rope_config(config: Mapping[str, Any], head_dim: int, where: str) -> RopeCon
         raise LoadError(
             f"{where}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
-    if flat.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise LoadError(f"{where}: partial_rotary_factor other than 1 is not supported")
+    partial = flat.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise LoadError(f"{where}: partial_rotary_factor {partial!r} is not supported, only 1")
     known = _KEYS[rope_type]
     scaling = {key: flat[key] for key in sorted(known) if flat.get(key) is not None}
     missing = [key for key in _REQUIRED[rope_type] if key not in scaling]
     if missing:
-        raise LoadError(f"{where}: rope type {rope_type!r} lacks {', '.join(missing)}")
+        raise LoadError(
+            f"{where}: rope type {rope_type!r} lacks {', '.join(missing)}; take config.json from "
+            "the model's publisher"
+        )
+    for key, value in {"rope_theta": theta, **scaling}.items():
+        if key != "truncate" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise LoadError(f"{where}: rope's {key} is {value!r}; a number is needed")
     if scaling.get("factor", 1.0) < 1.0 or theta <= 0:
         raise LoadError(f"{where}: rope theta {theta} must be > 0, factor {scaling} at least 1")
+    low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", 1)
+    if high <= low:
+        raise LoadError(f"{where}: high_freq_factor {high} must be above low_freq_factor {low}")
     max_positions = config.get("max_position_embeddings")
     if not isinstance(max_positions, int) or max_positions <= 0:
         raise LoadError(

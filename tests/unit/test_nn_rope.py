@@ -49,6 +49,15 @@ def test_both_spellings_are_the_same_rope() -> None:
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": None}}, "lacks high_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "at least 1"),
         ({"rope_theta": 0.0}, "must be > 0"),
+        ({"rope_theta": None}, "rope's rope_theta is None; a number"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "4"}},
+            "rope's factor is '4'; a number",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor 1.0 must be above",
+        ),
         ({"max_position_embeddings": None}, "max_position_embeddings is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
