@@ -62,7 +62,7 @@ class KnowsTheAnswer:
             self.seen.append((request.request_id, start, stop, rows))
             right = self.answers[request.request_id][stop + 1 :][: entry.max_drafts]
             wrong_at = self.random.randint(0, MAX_DRAFTS) if self.errs else MAX_DRAFTS
-            tokens = [(t + (i >= wrong_at)) % 90 for i, t in enumerate(right)]
+            tokens = [t if i < wrong_at else (t + 1) % 90 for i, t in enumerate(right)]
             if tokens:
                 drafts.by_session[request.session_id] = Draft(tuple(tokens))
         return drafts
@@ -116,7 +116,7 @@ def test_requests_in_step_fit_the_recent_blocks(model: DeepseekV4Target) -> None
     drafter = KnowsTheAnswer({r.request_id: r.token_ids for r in truth}, errs=False)
     got, _ = run(model, prompts, num_blocks=64, max_running=4, drafter=drafter)
     assert [r.token_ids for r in got] == [r.token_ids for r in truth]
-    assert all(r.counters.num_accepted_tokens == 49 for r in got)
+    assert all(r.counters.num_accepted_tokens == r.counters.num_draft_tokens > 40 for r in got)
 
 
 def test_preempted_and_rejected_rows_change_nothing(model: DeepseekV4Target) -> None:
