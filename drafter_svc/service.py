@@ -32,6 +32,7 @@ from common.pb.v1 import drafter_pb2 as pb
 from common.pb.v1 import drafter_pb2_grpc
 from common.telemetry import Telemetry
 from common.tensors import itemsize
+from common.threads import stop_within
 from drafter_svc.batcher import (
     GREEDY,
     DraftMode,
@@ -56,6 +57,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MAX_POSITION = 2**32 - 1  # what `Proposal.base_len` can say
 _ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
 _HELLO_TIMEOUT_S, _LAST_WRITES_S = 10.0, 0.5
+_STOP_GRACE_S = 2.0  # for the batch in progress
 _MAX_UNANSWERED = 16  # steps and pings of one verifier; then its stream is not read any further
 
 
@@ -134,7 +136,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         for link in self._links.values():
             link.end(Unavailable("the drafter stops; connect to another one"))
         await self._empty.wait()
-        await asyncio.to_thread(self._engine.stop)
+        if not await stop_within(_STOP_GRACE_S, self._engine.stop):
+            log.error("the engine's batch does not end; leaving it behind")
 
     # Calls.
 

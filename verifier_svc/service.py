@@ -6,7 +6,6 @@ Runs on the event loop and computes nothing: the engine's thread does.
 
 import asyncio
 import logging
-import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from common.loading.tokenizer import Tokenizer
 from common.logs import fields
 from common.pb.v1 import verifier_pb2 as pb
 from common.pb.v1 import verifier_pb2_grpc
+from common.threads import stop_within
 from verifier_svc.admission import Admission, Ask
 from verifier_svc.drafting import DrafterStatus
 from verifier_svc.events import Delta, Event, Finished, Gauges
@@ -122,25 +122,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             log.error("requests did not end", extra=fields(num_live=len(self._streams)))
         if self._pulse is not None:
             self._pulse.cancel()
-        await self._stop_engine()
+        if not await stop_within(CUT_GRACE_S, self._engine.stop):
+            log.error("the engine's step does not end; leaving it behind")
         if self._draft_path is not None:
             await self._draft_path.stop()
-
-    async def _stop_engine(self) -> None:
-        """Bounded, on a thread that nobody waits for at exit: a step may hang in a device."""
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            self._engine.stop()
-            loop.call_soon_threadsafe(stopped.set)
-
-        threading.Thread(target=stop, name="engine-stop", daemon=True).start()
-        try:
-            async with asyncio.timeout(CUT_GRACE_S):
-                await stopped.wait()
-        except TimeoutError:
-            log.error("the engine's step does not end; leaving it behind")
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Takes one engine step's events; called on the loop thread."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,27 @@ def test_the_end_waits_a_moment_for_the_write_in_progress(play: Any, reads_again
         assert context.messages.qsize() == reads_again
 
     play(scene)
+
+
+def test_a_batch_that_hangs_cannot_hold_up_the_end(
+    play: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("drafter_svc.service._STOP_GRACE_S", 0.1)
+    go_on = threading.Event()
+
+    async def scene(service: DrafterService) -> None:
+        run = service._drafter.engine.run
+        monkeypatch.setattr(service._drafter.engine, "run", lambda b: go_on.wait(10) and run(b))
+        call = draft(service, Peer(hello(service)), Context())
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        await service.close()
+        assert time.monotonic() - started < 3
+        assert isinstance(await settle(call), Unavailable)
+        go_on.set()
+
+    play(scene)
+    assert "does not end" in caplog.text
 
 
 def test_a_second_hello_breaks_the_protocol(play: Any) -> None:
