@@ -5,8 +5,8 @@ on the loop thread (`draft_link.py`). Whatever the drafter does, a step waits at
 `draft_timeout_ms`, and bad or late answers only cost their drafts.
 """
 
-import logging
 import hashlib
+import logging
 import queue
 import time
 from collections.abc import Callable
