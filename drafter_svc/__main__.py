@@ -33,9 +33,10 @@ def _start() -> None:
     for level, line in decision.lines():
         log.log(level, line)
 
+    from common.contract import MAX_MESSAGE_BYTES
     from common.server import serve
     from drafter_svc.build import load  # imports torch
-    from drafter_svc.service import FULL_NAME, MAX_MESSAGE_BYTES, DrafterService
+    from drafter_svc.service import FULL_NAME, DrafterService
 
     built: list[DrafterService] = []
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from common.contract import Contract
+from common.contract import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Contract
 from common.errors import (
     ContractMismatch,
     DeadlineExceeded,
@@ -51,9 +51,7 @@ from drafter_svc.sessions import Status
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 FULL_NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
-MAX_MESSAGE_BYTES = 64 << 20
 _MAX_POSITION = 2**32 - 1  # what `Proposal.base_len` can say
 _ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
 _HELLO_TIMEOUT_S, _LAST_WRITES_S = 10.0, 0.5

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.contract import Contract
+from common.contract import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Contract
 from common.logs import fields
 from common.pb.v1 import drafter_pb2 as pb
 from common.pb.v1 import drafter_pb2_grpc
@@ -26,16 +26,14 @@ from common.telemetry import M, Telemetry
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0  # between attempts to connect
 _LASTING_S = 1.0  # a stream that ends sooner is a failed attempt: the next one waits longer
 _WELCOME_TIMEOUT_S = 3.0
 _FAREWELL_TIMEOUT_S = 1.0  # for the drafter to close the stream after our Bye
 _MAX_UNREAD = 4096  # messages while the engine is idle; a drafter that sends more is broken
-_MAX_MESSAGE_BYTES = 64 << 20
 _OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 15_000),  # servers of ours allow one in 10 s
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -21,7 +21,7 @@ def load_sts(text: str, name: str, num_drafts: int) -> tuple[float, ...]:
 
     The file is `{"format": "dspark-sts-v1", "temperatures": [T_1, T_2, ...]}`. Raises StartupError.
     """
-    hint = "write the file again with `dspark calibrate` or leave the setting out"
+    hint = "write the file again with `python -m drafter_svc.training.calibrate` or leave --sts out"
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
