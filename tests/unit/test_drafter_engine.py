@@ -92,9 +92,11 @@ def ask(
     anchor_id: int = 3,
     epoch: int = 1,
     sampling: Sampling = GREEDY,
+    first_len: int = 0,
 ) -> tuple[Entry, torch.Tensor]:
     """Rows [start, stop) of a request, and drafts after the anchor at `stop` if wanted."""
-    entry = Entry(session_id, epoch, start, stop - start, num_drafts, anchor_id, sampling)
+    num_rows = stop - start
+    entry = Entry(session_id, epoch, start, num_rows, num_drafts, anchor_id, sampling, first_len)
     return entry, rows[start:stop]
 
 
@@ -213,6 +215,7 @@ BAD = {
     "count": ({"num_drafts": 5}, "num_draft_tokens 5: a block has 4"),
     "cold": ({"sampling": Sampling(DraftMode.SAMPLED, 0.0)}, "temperature 0.0 must be above 0"),
     "nan": ({"sampling": Sampling(DraftMode.COUPLED, float("nan"))}, "temperature nan"),
+    "first": ({"first_len": 5}, "first_len 5: this drafter needs all rows from position 0 on"),
     "top_k": ({"sampling": Sampling(DraftMode.SAMPLED, 1.0, 0, 2000)}, "top_k 2000"),
 }
 
