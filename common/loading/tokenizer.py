@@ -40,8 +40,11 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Special tokens inside `text` are always recognised; the flag adds BOS and the like."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Special tokens inside `text` are always recognised; the flag adds BOS and the like.
+
+        As a batch of one: only batches let other Python threads run meanwhile.
+        """
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids that the tokenizer does not know are left out."""

@@ -1,5 +1,6 @@
 """Streaming text equals whole text, is never rewritten and never holds half a character."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,22 @@ TEXT = "Grüße, 你好 👩‍👩‍👧 naïve — 🏳️‍🌈!"
 def byte_level(folder: Path) -> Path:
     """Every byte is a token, as is a special one."""
     return tiny_target(folder, vocab=300)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer, done, num_ticks = Tokenizer(byte_level(tmp_path)), threading.Event(), 0
+    text = "a b" * 100_000  # takes some 0.2 s
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.wait(0.001):
+        num_ticks += 1
+    thread.join()
+    assert num_ticks >= 5
 
 
 def byte_fallback(folder: Path) -> Path:
