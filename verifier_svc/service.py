@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 DRAFT_PATH = "draft-path"  # health name: SERVING while drafts can come
 LONG_TEXT_CHARS = 2_000  # tokenised off the loop above this
+HEAD_CHARS_PER_TOKEN = 16  # so much of a text for each token of context says if it is too long
 CUT_GRACE_S = 2.0  # for the engine to end what is cut, and for the ends to be delivered
 PULSE_S = 0.1  # how often health is looked at
 
@@ -222,8 +223,19 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             if len(text) <= LONG_TEXT_CHARS:
                 prompt_ids = self._tokenizer.encode(text, special)
             else:
-                prompt_ids = await asyncio.to_thread(self._tokenizer.encode, text, special)
+                prompt_ids = await asyncio.to_thread(self._encode_long, text, special)
         return self._admission.admit(_ask(request, request_id, prompt_ids))
+
+    def _encode_long(self, text: str, special: bool) -> Sequence[int]:
+        """What is far too long is refused after its head: the rest could take many seconds."""
+        room = self._admission.limits.max_context_len
+        head = text[: room * HEAD_CHARS_PER_TOKEN]
+        if len(head) < len(text) and len(self._tokenizer.encode(head, special)) > 2 * room:
+            raise InvalidRequest(
+                f"prompt is over {2 * room} tokens long; allowed: at most {room - 1}, so that one "
+                f"token fits into the context of {room}; shorten it"
+            )
+        return self._tokenizer.encode(text, special)
 
     async def _relay(self, request: Request, stream: Stream, context: Any) -> None:
         """Writes events until the final one."""

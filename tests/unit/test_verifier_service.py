@@ -274,6 +274,25 @@ def test_drafts_of_a_request_whose_client_left_are_counted(tmp_path: Path) -> No
     asyncio.run(check())
 
 
+def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with rig(tmp_path) as r:
+            room = r.service._admission.limits.max_context_len
+            encode, sizes = r.service._tokenizer.encode, list[int]()
+
+            def measured(text: str, special: bool) -> list[int]:
+                sizes.append(len(text))
+                return encode(text, special)
+
+            r.service._tokenizer.encode = measured
+            refused = await status_of(r.stub.Generate(pb.GenerateRequest(text="ab " * 700_000)))
+            assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"over {2 * room} tokens long; allowed: at most {room - 1}" in refused.details()
+            assert 0 < max(sizes) <= 16 * room
+
+    asyncio.run(check())
+
+
 def test_prompts_being_tokenised_count_against_the_limit(tmp_path: Path) -> None:
     async def check() -> None:
         async with rig(tmp_path) as r:
