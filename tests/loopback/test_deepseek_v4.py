@@ -18,7 +18,7 @@ from common.client import Generation, VerifierClient
 from common.errors import StartupError
 from common.loading.safetensors_files import read_json
 from common.pb.v1 import drafter_pb2, drafter_pb2_grpc
-from common.testing.deepseek_v4 import tiny_deepseek_v4
+from common.testing.deepseek_v4 import Kind, tiny_deepseek_v4
 
 WINDOW, HCA, BLOCK = 8, 16, 5
 # Prompts shorter than the window; longer than it; than an HCA group; than a step of 32 rows.
@@ -32,11 +32,11 @@ ROOM += ["--log-format", "json"]
 class Pair:
     """A verifier that stays, and a drafter that comes and goes; both read one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: Kind = "flash", *more_flags: str) -> None:
         self.folder = folder
-        self.checkpoint = tiny_deepseek_v4(folder / "v4", compress_rate_hca=HCA)
+        self.checkpoint = tiny_deepseek_v4(folder / "v4", kind, compress_rate_hca=HCA)
         flags = ["--model", str(self.checkpoint), "--draft-model", str(self.checkpoint)]
-        flags += ["--drafter", f"unix:{folder}/d.sock", *FLAGS, *ROOM]
+        flags += ["--drafter", f"unix:{folder}/d.sock", *FLAGS, *ROOM, *more_flags]
         self.verifier = ServiceProcess(
             "verifier_svc", flags, listen=f"unix:{folder}/v.sock", log=folder / "v.log"
         )
@@ -60,6 +60,12 @@ class Pair:
         """As a crash would."""
         os.kill(self.drafter.process.pid, signal.SIGKILL)
         self.drafter.stop()
+
+    def end(self) -> None:
+        """Both processes leave in order."""
+        self.client.close()
+        self.drafter.stop()
+        assert self.verifier.stop() == 0, self.verifier.tail()
 
     def generate_all(
         self, on_start: Callable[[], None] | None = None, **options: object
@@ -98,9 +104,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp("pair"))
     yield made
-    made.client.close()
-    made.drafter.stop()
-    assert made.verifier.stop() == 0, made.verifier.tail()
+    made.end()
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +177,20 @@ def test_old_positions_take_no_window_rows_and_no_feature_rows(pair: Pair) -> No
     assert cache["num_slots"] == (6 * 4 + 2) * HCA < cache["num_blocks"] * HCA
     contract = pair.drafter_info().contract
     assert contract.context_window == WINDOW and contract.block_size == BLOCK
+
+
+@pytest.mark.slow
+def test_a_pro_like_pair_with_projected_rows(tmp_path: Path) -> None:
+    """The verifier runs main_proj and main_norm; a row on the wire is a third as wide."""
+    pair = Pair(tmp_path, "pro", "--feature-form", "projected")
+    try:
+        pair.client.wait_for_drafter()
+        alone = pair.generate_all(temperature=0.0, drafting=False)
+        drafted = pair.generate_all(temperature=0.0)
+        assert [g.token_ids for g in drafted] == [g.token_ids for g in alone]
+        assert acceptance_length(drafted) > 2
+    finally:
+        pair.end()
 
 
 @pytest.mark.slow
