@@ -10,7 +10,7 @@ rows that fell out of the window are given back.
 """
 
 import enum
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 
@@ -84,9 +84,8 @@ class SessionTable:
         self.limits = limits
         self._free = list(range(limits.num_blocks - 1, -1, -1))
         self._sessions: OrderedDict[tuple[int, int], Session] = OrderedDict()  # oldest use first
-        self._links: set[int] = set()
-        self._blocks_of: Counter[int] = Counter()  # link -> KV blocks held
-        self._sessions_of: Counter[int] = Counter()  # link -> sessions held
+        self._blocks_of: dict[int, int] = {}  # every open link -> KV blocks held
+        self._sessions_of: dict[int, int] = {}  # every open link -> sessions held
         self._evicted: list[tuple[int, int]] = []
 
     @property
@@ -101,13 +100,13 @@ class SessionTable:
 
     def open_link(self, link: int) -> None:
         """A verifier joined: the equal share of blocks shrinks."""
-        self._links.add(link)
+        self._blocks_of[link] = self._sessions_of[link] = 0
 
     def close_link(self, link: int) -> None:
         """A verifier left: all of its sessions go, without notice."""
-        self._links.discard(link)
         for session in [s for s in self._sessions.values() if s.link == link]:
             self._drop(session)
+        del self._blocks_of[link], self._sessions_of[link]
 
     def close(self, link: int, session_id: int) -> None:
         """The request ended; closing what is not open is fine (it may have been evicted)."""
@@ -135,7 +134,7 @@ class SessionTable:
         `base_len` equal to `first_len` with a new epoch starts the session. On success the rows
         count as held: the caller writes them before it drafts from the session.
         """
-        assert link in self._links, f"link {link} was never opened"
+        assert link in self._blocks_of, f"link {link} was never opened"
         session = self._sessions.get((link, session_id))
         if session is not None and epoch < session.epoch:
             return Refusal(Status.STALE, f"epoch {epoch} is over, {session.epoch} runs")
@@ -198,9 +197,9 @@ class SessionTable:
         room, slots = len(self._free), self.limits.max_sessions - len(self._sessions)
         if room >= num_blocks and slots >= opening:
             return True
-        share = self.limits.num_blocks // max(1, len(self._links))
+        share = self.limits.num_blocks // len(self._blocks_of)
         within_share = self._blocks_of[asking.link] + num_blocks <= share
-        held = Counter(self._blocks_of)
+        held = dict(self._blocks_of)
         victims = []
         for other in self._sessions.values():
             if other is asking:

@@ -39,6 +39,15 @@ def test_rows_append_and_the_scratch_block_always_fits() -> None:
     assert (session.length, len(session.block_table)) == (7, 3)
 
 
+def test_a_link_that_left_leaves_nothing() -> None:
+    sessions, untouched = table(1), table(1)
+    for link in range(2, 50):
+        sessions.open_link(link)
+        sessions.extend(link, 7, 1, 0, 6, 0.0)
+        sessions.close_link(link)
+    assert repr(vars(sessions)) == repr(vars(untouched))  # == would take a count of 0 for none
+
+
 def test_a_wrong_base_is_refused_and_the_session_is_gone() -> None:
     sessions = table(1)
     sessions.extend(1, 7, 1, 0, 6, 0.0)
