@@ -105,6 +105,9 @@ class M:
     # Ours, drafter.
     SESSIONS = _gauge("dspark.sessions", "Open draft sessions.")
     EVICTIONS = _counter("dspark.evictions", "Sessions dropped to make room.")
+    UNDRAFTED = _counter(
+        "dspark.undrafted_entries", "Entries of an old epoch, or whose anchor is old.", "reason"
+    )
     DRAFT_STEP = _histogram("dspark.draft_step_seconds", "One batch, by part.", _ROUND_S, "part")
 
 
@@ -141,10 +144,11 @@ class Telemetry:
 
     def record(self, metric: Metric, value: float = 1, **labels: str) -> None:
         """Adds to a counter, sets a gauge, or observes into a histogram. Callable on any thread."""
-        if not self._instruments:
+        instruments = self._instruments  # another thread may close
+        if not instruments:
             return
         assert tuple(labels) == metric.labels, f"{metric.name} takes {metric.labels}, got {labels}"
-        instrument = self._instruments[metric]
+        instrument = instruments[metric]
         if metric.kind is Kind.COUNTER:
             instrument.add(value, labels)
         elif metric.kind is Kind.GAUGE:

@@ -104,12 +104,17 @@ class DraftEngine:
     def __init__(self, model: DraftModel, sessions: SessionTable, kv: KVCache) -> None:
         self._model, self._sessions, self._kv = model, sessions, kv
         self._waiting: list[_Span] = []  # admitted rows of sessions that do not draft now
-        self.counts: Counter[str] = Counter()  # "stale", "superseded" entries since the start
+        self._counts: Counter[str] = Counter()
 
     @property
     def num_sessions(self) -> int:
         """Sessions held now, of all verifiers."""
         return self._sessions.num_sessions
+
+    def take_counts(self) -> Counter[str]:
+        """Entries since the last call that got no draft, by reason: "stale" or "superseded"."""
+        counts, self._counts = self._counts, Counter()
+        return counts
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Work]) -> list[Reply]:
@@ -196,7 +201,7 @@ class DraftEngine:
             )
             if isinstance(session, Refusal):
                 if session.status is Status.STALE:
-                    self.counts["stale"] += 1
+                    self._counts["stale"] += 1
                 else:
                     reply.proposals.append(Proposal(entry, session.status, session.detail))
                 continue
@@ -204,7 +209,7 @@ class DraftEngine:
             if entry.num_drafts and newest.get((step.link, entry.session_id)) is entry:
                 wishes.append(_Wish(session, entry, reply))
             elif entry.num_drafts:
-                self.counts["superseded"] += 1
+                self._counts["superseded"] += 1
 
     def _fault(self, entry: Entry) -> str | None:
         """What is wrong with the entry's own values, naming the value and what is allowed."""

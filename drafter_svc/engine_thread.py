@@ -41,16 +41,16 @@ class EngineThread:
             self._thread.join()
 
     def _run(self) -> None:
-        alive = True
+        crashed = True
         try:
             while batch := self.inbox.take():
                 replies = self._engine.run(batch)
                 self._deliver(replies)
                 self._engine.catch_up()
                 self._record(replies)
-            alive = False
+            crashed = False
         finally:
-            if alive:  # an exception is on its way to threading.excepthook, which logs it
+            if crashed:  # an exception is on its way to threading.excepthook, which logs it
                 self._died()
 
     def _record(self, replies: list[Reply]) -> None:
@@ -65,4 +65,6 @@ class EngineThread:
         if steps:  # one batch, whose times all its steps share
             self._telemetry.record(M.DRAFT_STEP, steps[0].ingest_s, part="ingest")
             self._telemetry.record(M.DRAFT_STEP, steps[0].draft_s, part="draft")
+        for reason, count in self._engine.take_counts().items():
+            self._telemetry.record(M.UNDRAFTED, count, reason=reason)
         self._telemetry.record(M.SESSIONS, self._engine.num_sessions)

@@ -197,14 +197,14 @@ def test_a_superseded_ask_is_ingested_but_not_drafted() -> None:
     assert isinstance(early, StepReply) and early.proposals == []
     assert isinstance(late, StepReply) and late.proposals[0].token_ids is not None
     assert late.proposals[0].token_ids.tolist() == straight_line("vanilla", rows, 9)[0]
-    assert rig.engine.counts["superseded"] == 1
+    assert rig.engine.take_counts() == {"superseded": 1}
 
 
 def test_a_stale_epoch_is_dropped_and_counted_and_the_session_goes_on() -> None:
     rig, rows = Rig(), feature_rows(6, 9)
     rig.run(rig.step(ask(1, rows, 0, 8, epoch=2)))
     assert rig.proposals(rig.step(ask(1, rows, 0, 3, num_drafts=4, epoch=1))) == []
-    assert rig.engine.counts["stale"] == 1
+    assert rig.engine.take_counts() == {"stale": 1}
     (proposal,) = rig.proposals(rig.step(ask(1, rows, 8, 9, num_drafts=4, epoch=2)))
     assert proposal.status is Status.OK
 
