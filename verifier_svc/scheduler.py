@@ -74,7 +74,8 @@ class Scheduler:
         planned = self._plan_decoding()
         spare_rows = self.limits.max_batch_tokens - sum(1 + e.max_drafts for e in planned.values())
         for request in [r for r in self.running if r not in planned and not r.decoding]:
-            if spare_rows and request.block_table and self._take_one(request, planned, False):
+            preempted = not request.block_table  # for one before it in this loop
+            if spare_rows and not preempted and self._take_one(request, planned, False):
                 spare_rows -= self._plan_prefill(request, spare_rows, planned)
         if self.num_preemptions == num_preemptions:
             self._start_waiting(spare_rows, planned)
@@ -112,7 +113,8 @@ class Scheduler:
         """Anchors first, for all; then drafts, from what is left of rows and blocks."""
         planned: dict[Request, Entry] = {}
         for request in [request for request in self.running if request.decoding]:
-            if request.block_table and self._take_one(request, planned, True):
+            preempted = not request.block_table  # for one before it in this loop
+            if not preempted and self._take_one(request, planned, True):
                 planned[request] = Entry(request, request.num_computed, 1, True, 0)
         if not self.limits.max_drafts or not planned:
             return planned
