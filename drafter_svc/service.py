@@ -192,7 +192,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         form = self._agree(first.hello)
         if len(self._links) >= self._max_verifiers:
             raise Overloaded(
-                f"{len(self._links)} verifiers are connected, --max-verifiers {self._max_verifiers}"
+                f"{len(self._links)} verifiers are connected; raise --max-verifiers or use another"
             )
         row_bytes = form.width * itemsize(form.dtype)
         fitting = (MAX_MESSAGE_BYTES - _ENTRY_ROOM_BYTES) // row_bytes
@@ -225,6 +225,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         if hello.feature_dtype not in _DTYPES:
             differing.append(f"feature_dtype: 1 or 2 here, {hello.feature_dtype} at the peer")
         if differing:
+            differing.append("start both on copies of the same two checkpoints")
             raise ContractMismatch("drafter and verifier do not fit: " + "; ".join(differing))
         projected = hello.feature_form == pb.FEATURE_FORM_PROJECTED
         width = drafter.contract.hidden_size if projected else drafter.feature_width
