@@ -57,7 +57,7 @@ def target_config(path: Path, family: str, raw: Mapping[str, Any], qk_norm: bool
         vocab_size=positive(raw, "vocab_size", where),
         max_context_len=rope.max_context_len,
         rope=rope,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(raw, "tie_word_embeddings", where),
         eos_token_ids=eos_token_ids(path, raw),
     )
 
@@ -80,10 +80,10 @@ def block_shape(raw: Mapping[str, Any], where: str, qk_norm: bool) -> BlockShape
         num_kv_heads,
         head_dim,
         positive(raw, "intermediate_size", where),
-        float(raw.get("rms_norm_eps", 1e-6)),
+        positive_number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", where),
         qk_norm,
-        bool(raw.get("attention_bias", False)),
-        bool(raw.get("mlp_bias", False)),
+        flag(raw, "attention_bias", where),
+        flag(raw, "mlp_bias", where),
     )
 
 
@@ -96,25 +96,54 @@ def positive(raw: Mapping[str, Any], key: str, where: str, default: int | None =
     return value
 
 
+def positive_number(raw: Mapping[str, Any], key: str, where: str) -> float:
+    """A number above zero."""
+    value = raw.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise LoadError(f"{where}: {key} is {value!r}; a number above 0 is needed")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], key: str, where: str) -> bool:
+    """True or false; absent or null is false."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise LoadError(f"{where}: {key} is {value!r}; true or false is needed")
+    return bool(value)
+
+
 def _refuse_unbuilt(raw: Mapping[str, Any], where: str) -> None:
     """Anything that would change the numbers and that the forward does not do."""
     if raw.get("hidden_act", "silu") != "silu":
         raise LoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     if raw.get("quantization_config"):
         raise LoadError(f"{where}: quantised weights are not supported; use the bf16 checkpoint")
-    layer_types = set(raw.get("layer_types") or ())
-    if raw.get("use_sliding_window") or layer_types - {"full_attention"}:
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise LoadError(f"{where}: layer_types is {layer_types!r}; a list is needed")
+    if raw.get("use_sliding_window") or set(layer_types) - {"full_attention"}:
         raise LoadError(
             f"{where}: sliding-window attention is not supported (use_sliding_window "
-            f"{raw.get('use_sliding_window')!r}, layer_types {sorted(layer_types)})"
+            f"{raw.get('use_sliding_window')!r}, layer_types {layer_types})"
         )
 
 
 def eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json first, then config.json: one id or a list; empty if neither has."""
+    """generation_config.json first, then config.json: one id or a list; empty if neither has.
+
+    Raises LoadError for what is no token id of this model.
+    """
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     found = generation.get("eos_token_id", raw.get("eos_token_id"))
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    ids = tuple(found) if isinstance(found, list) else (found,)
+    vocab_size = positive(raw, "vocab_size", str(path / "config.json"))
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise LoadError(
+                f"{path}: eos_token_id {token!r} is no id of a vocabulary of {vocab_size}; correct "
+                "it in generation_config.json or config.json"
+            )
+    return ids

@@ -54,6 +54,8 @@ def rope_config(config: Mapping[str, Any], head_dim: int, where: str) -> RopeCon
     Raises LoadError for a type that is not in ROPE_TYPES, a missing key or a number out of range.
     """
     flat = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(flat, Mapping):
+        raise LoadError(f"{where}: rope_scaling is {flat!r}; an object is needed")
     rope_type = flat.get("rope_type", flat.get("type", "default"))
     theta = flat.get("rope_theta", config.get("rope_theta", 10000.0))
     if rope_type not in ROPE_TYPES:

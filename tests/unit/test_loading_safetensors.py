@@ -134,6 +134,13 @@ def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": 3}, "layer_types is 3; a list"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None; a number above 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; true or false"),
+        ({"rope_scaling": ["linear"]}, r"rope_scaling is \['linear'\]; an object"),
+        ({"eos_token_id": 64}, "eos_token_id 64 is no id of a vocabulary of 64"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id '2' is no id"),
+        ({"eos_token_id": {}}, "eos_token_id {} is no id"),
     ],
 )
 def test_config_that_asks_for_more(keys: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -155,6 +162,8 @@ DRAFTER_CONFIG: list[tuple[dict[str, object], str]] = [
     ({"target_layer_ids": [1, 0]}, "must rise strictly"),
     ({"target_layer_ids": []}, "must rise strictly"),
     ({"target_layer_ids": [0]}, r"'fc.weight' has shape .32, 64., .* asks for .32, 32."),
+    ({"mask_token_id": None}, "mask_token_id is None; an integer"),
+    ({"enable_confidence_head": "false"}, "enable_confidence_head is 'false'; true or false"),
     ({"mask_token_id": 64}, "mask_token_id 64 must lie inside the embedding's 64 rows"),
     ({"markov_head_type": "fir"}, "'fir' is unknown; known: vanilla, gated, rnn"),
     ({"markov_head_type": "gated"}, "'markov_head.gate_proj.weight' .32, 64. is missing"),

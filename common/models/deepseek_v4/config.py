@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.errors import LoadError
-from common.models.config import eos_token_ids, positive
+from common.models.config import eos_token_ids, positive, positive_number
 from common.nn.rope import RopeConfig, rope_config
 
 CSA_RATIO, HCA_RATIO = 4, 128  # how compress_ratios names the two kinds of compressed layers
@@ -115,15 +115,15 @@ def deepseek_v4_config(path: Path, raw: Mapping[str, Any]) -> DeepseekV4Config:
         num_experts_per_token=size("num_experts_per_tok"),
         moe_intermediate_size=size("moe_intermediate_size"),
         num_hash_layers=_whole(raw, "num_hash_layers", where),
-        routed_scaling_factor=_number(raw, "routed_scaling_factor", where),
-        swiglu_limit=_number(raw, "swiglu_limit", where),
-        norm_eps=_number(raw, "rms_norm_eps", where),
+        routed_scaling_factor=positive_number(raw, "routed_scaling_factor", where),
+        swiglu_limit=positive_number(raw, "swiglu_limit", where),
+        norm_eps=positive_number(raw, "rms_norm_eps", where),
         hc_mult=size("hc_mult"),
-        hc_eps=_number(raw, "hc_eps", where),
+        hc_eps=positive_number(raw, "hc_eps", where),
         hc_sinkhorn_iters=size("hc_sinkhorn_iters"),
         max_context_len=size("max_position_embeddings"),
         rope=RopeConfig(
-            _number(raw, "rope_theta", where),
+            positive_number(raw, "rope_theta", where),
             rope_head_dim,
             "default",
             size("max_position_embeddings"),
@@ -185,7 +185,7 @@ def _compress_rope(raw: Mapping[str, Any], rope_head_dim: int, where: str) -> Ro
         scaling["attention_factor"] = 1.0
     flat = {
         "rope_scaling": scaling,
-        "rope_theta": _number(raw, "compress_rope_theta", where),
+        "rope_theta": positive_number(raw, "compress_rope_theta", where),
         "max_position_embeddings": positive(raw, "max_position_embeddings", where),
     }
     return rope_config(flat, rope_head_dim, where)
@@ -216,10 +216,3 @@ def _is_positive(value: object) -> bool:
 
 def _whole(raw: Mapping[str, Any], key: str, where: str) -> int:
     return 0 if raw.get(key) == 0 else positive(raw, key, where)
-
-
-def _number(raw: Mapping[str, Any], key: str, where: str) -> float:
-    value = raw.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise LoadError(f"{where}: {key} is {value!r}; a positive number is needed")
-    return float(value)
