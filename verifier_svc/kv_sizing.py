@@ -45,45 +45,54 @@ def make_kv(
     feature_bytes: of one row; keep_all: the drafter attends to rows of every position, so each
     must keep its slot. StartupError when the memory holds no block.
     """
-    recent = None
+    recent = one = None
     if not keep_all:
         recent = model.num_recent_blocks(block_size, config.max_running, config.max_batch_tokens)
+        one = model.num_recent_blocks(block_size, 1, 0)
     if recent is not None and max_drafts + 2 > block_size:
         raise StartupError(
             f"--kv-block-size {block_size} must be at least {max_drafts + 2}: a round of "
             f"{max_drafts} drafts may be set back by that much"
         )
 
-    def cache(num_blocks: int, device: str | None = None) -> KVCache:
+    def cache(num_blocks: int, recent: int | None, device: str | None = None) -> KVCache:
         bounded = recent is not None and recent < num_blocks
         return model.new_kv(num_blocks, block_size, recent if bounded else None, device)
 
-    def num_bytes(num_blocks: int) -> int:
-        kv = cache(num_blocks, "meta")
+    def num_bytes(num_blocks: int, recent: int | None = recent) -> int:
+        kv = cache(num_blocks, recent, "meta")
         return kv.num_bytes + kv.num_slots * feature_bytes
 
-    kv = cache(config.kv_blocks or _num_blocks(config, model, block_size, num_bytes))
+    longest = -(-(config.max_context_len or model.config.max_context_len) // block_size)
+    num_blocks = config.kv_blocks or _num_blocks(config, longest, block_size, num_bytes)
+    kv = cache(num_blocks, recent)
     log.info(
         "KV cache",
         extra=fields(
-            num_blocks=kv.num_blocks,
+            num_blocks=num_blocks,
             kv_block_size=block_size,
-            mib=round(num_bytes(kv.num_blocks) / 2**20, 1),
             num_slots=kv.num_slots,
-            bytes_per_block=num_bytes(kv.num_blocks) - num_bytes(kv.num_blocks - 1),
+            mib=_mib(num_bytes(num_blocks)),
+            mib_of_longest_request=_mib(num_bytes(min(longest, num_blocks), one)),
         ),
     )
     return kv
 
 
+def _mib(num_bytes: int) -> float:
+    return round(num_bytes / 2**20, 2)
+
+
 def _num_blocks(
-    config: VerifierConfig, model: Target, block_size: int, num_bytes: Callable[[int], int]
+    config: VerifierConfig, longest: int, block_size: int, num_bytes: Callable[[int], int]
 ) -> int:
-    """As many as the memory holds, but none that no request could ever use."""
-    longest = config.max_context_len or model.config.max_context_len
-    most = config.max_running * -(-longest // block_size)
+    """As many as the memory holds, but none that no request could ever use.
+
+    longest: blocks of the longest request.
+    """
     memory_mb = config.kv_memory_mb or DEFAULT_KV_MEMORY_MB
-    num_blocks = bisect_right(range(1, most + 1), memory_mb << 20, key=num_bytes)
+    useful = range(1, config.max_running * longest + 1)
+    num_blocks = bisect_right(useful, memory_mb << 20, key=num_bytes)
     if not num_blocks:
         raise StartupError(
             f"a KV cache of one block, {block_size} tokens, takes {num_bytes(1)} bytes, more than "
