@@ -22,6 +22,7 @@ def export(drafter: Drafter, folder: Path) -> Path:
     }
     tensors["d2t"] = drafter.d2t - torch.arange(len(drafter.d2t))
     save_file(tensors, folder / "model.safetensors.partial", {"format": "pt"})
+    (folder / "model.safetensors.partial").chmod(0o644)  # safetensors writes for the owner only
     os.replace(folder / "model.safetensors.partial", folder / "model.safetensors")
     config = json.dumps(drafter.config.as_checkpoint(), indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
