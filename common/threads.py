@@ -1,6 +1,7 @@
 """Ends a thread from the event loop without ever hanging on it. Knows no service."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -15,7 +16,8 @@ async def stop_within(seconds: float, stop: Callable[[], None]) -> bool:
 
     def run() -> None:
         stop()
-        loop.call_soon_threadsafe(stopped.set)
+        with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: nobody waits any more
+            loop.call_soon_threadsafe(stopped.set)
 
     threading.Thread(target=run, name="stop", daemon=True).start()
     try:
