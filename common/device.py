@@ -10,7 +10,9 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise StartupError(f"--device {name!r} is unknown; use cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise StartupError(f"--device {name!r} is unknown; use cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise StartupError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
     return device

@@ -77,6 +77,11 @@ class VerifierConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.drafter is not None and not _is_address(self.drafter):
+            raise StartupError(
+                f"--drafter {self.drafter!r} is neither HOST:PORT nor unix:PATH; give the address "
+                "that the drafter serves"
+            )
         if self.drafter is not None and self.draft_model is None:
             raise StartupError(
                 f"--drafter {self.drafter} needs --draft-model: the folder with that drafter's "
@@ -94,3 +99,10 @@ class VerifierConfig:
                 f"--max-running {self.max_running} must not be above --max-batch-tokens "
                 f"{self.max_batch_tokens}: every running request takes at least one row"
             )
+
+
+def _is_address(text: str) -> bool:
+    if text.startswith("unix:"):
+        return text != "unix:"
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) <= 65535
