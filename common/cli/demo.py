@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from common.cli.processes import ServiceProcess
+from common.cli.processes import ServiceProcess, exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.config import cache_dir
 from common.loading.chat import ChatTemplate
@@ -84,6 +84,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0, or 1 when drafted and plain ids differ."""
+    exit_on_sigterm()
     console = Console(stderr=args.json)
     with tempfile.TemporaryDirectory(prefix="dspark-demo-") as folder, ExitStack() as stack:
         subject = FAMILIES[args.family](console, args.prompt, Path(folder))

@@ -19,6 +19,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 STOP_GRACE_S = 10.0
 
 
+def exit_on_sigterm() -> None:
+    """SIGTERM ends this process by SystemExit, so that its services are ended too; main thread."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 class ServiceProcess:
     """One `python -m MODULE FLAGS` in its own session, so that Ctrl-C reaches only the parent.
 

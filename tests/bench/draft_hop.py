@@ -20,7 +20,7 @@ import torch
 import uvloop
 from in_process_drafter import InProcessDrafter
 
-from common.cli.processes import ServiceProcess
+from common.cli.processes import ServiceProcess, exit_on_sigterm
 from common.contract import Contract
 from common.models.contracts import read_contract
 from common.telemetry import Telemetry
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--think-ms", type=float, default=20.0)
     parser.add_argument("--draft-vocab", type=int, default=16384)
     args = parser.parse_args()
+    exit_on_sigterm()
     torch.set_num_threads(1)
     print(machine())
     with tempfile.TemporaryDirectory() as name:

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from common.cli.demo import DemoPair, embedded_pair
+from common.cli.processes import exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.loading.chat import ChatTemplate
 
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=30)
     args = parser.parse_args()
+    exit_on_sigterm()
     console = Console(stderr=True)
     target, drafter = embedded_pair(console)
     chat = ChatTemplate(target)

@@ -21,7 +21,7 @@ import transformers
 from rich.console import Console
 
 from common.cli.demo import MEASURED_PROMPTS, embedded_pair
-from common.cli.processes import ServiceProcess
+from common.cli.processes import ServiceProcess, exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.loading.chat import ChatTemplate
 from common.loading.tokenizer import Tokenizer
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     args = parser.parse_args()
+    exit_on_sigterm()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     target, _ = embedded_pair(Console(stderr=True))

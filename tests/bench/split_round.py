@@ -23,7 +23,7 @@ from in_process_drafter import InProcessDrafter
 from rich.console import Console
 
 from common.cli.demo import MEASURED_PROMPTS, embedded_pair
-from common.cli.processes import ServiceProcess
+from common.cli.processes import ServiceProcess, exit_on_sigterm
 from common.loading.chat import ChatTemplate
 from common.loading.tokenizer import StreamDecoder, Tokenizer
 from common.models.contracts import read_contract
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    exit_on_sigterm()
     torch.set_num_threads(1)
     target, draft = embedded_pair(Console(stderr=True))
     tokenizer, chat = Tokenizer(target), ChatTemplate(target)
