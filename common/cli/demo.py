@@ -214,11 +214,17 @@ def ids_equal(client: VerifierClient, prompts: Sequence[Prompt], max_tokens: int
     return accepted > 0
 
 
+def acceptance_length(generations: list[Generation]) -> float:
+    """Tokens per decode round over all rounds, the bonus counted (DSpark paper's tau)."""
+    stats = [g.finished.speculation for g in generations]
+    num_rounds = sum(s.num_rounds for s in stats)
+    return 1 + sum(s.num_accepted_tokens for s in stats) / max(1, num_rounds)
+
+
 def summarise(plain: list[Generation], drafted: list[Generation], equal: bool) -> Report:
     """Medians of the rates, sums of the counters, means of the round's parts."""
     pairs = zip(plain, drafted, strict=True)
     stats = [g.finished.speculation for g in drafted]
-    num_rounds = sum(s.num_rounds for s in stats)
     num_drafted_rounds = sum(s.num_drafted_rounds for s in stats)
     num_accepted = sum(s.num_accepted_tokens for s in stats)
     width = max((len(s.accepted_by_position) for s in stats), default=0)
@@ -232,7 +238,7 @@ def summarise(plain: list[Generation], drafted: list[Generation], equal: bool) -
         drafted_tokens_per_s=statistics.median(g.decode_tokens_per_s for g in drafted),
         plain_tokens_per_s=statistics.median(g.decode_tokens_per_s for g in plain),
         speedup=statistics.median(d.decode_tokens_per_s / p.decode_tokens_per_s for p, d in pairs),
-        acceptance_length=1 + num_accepted / max(1, num_rounds),
+        acceptance_length=acceptance_length(drafted),
         acceptance_by_position=[n / max(1, num_drafted_rounds) for n in by_position],
         ids_equal=equal,
         num_draft_tokens=sum(s.num_draft_tokens for s in stats),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.cli.demo import DemoPair, embedded_pair
+from common.cli.demo import DemoPair, acceptance_length, embedded_pair
 from common.cli.processes import exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.loading.chat import ChatTemplate
@@ -42,13 +42,6 @@ def tokens_per_s(generations: list[Generation]) -> float:
     """All decoded tokens over all decoding time."""
     tokens = sum(len(g.token_ids) - 1 for g in generations)
     return tokens / sum(g.total_s - g.first_token_s for g in generations)
-
-
-def acceptance_length(generations: list[Generation]) -> float:
-    """Tokens per round over all rounds, the bonus counted."""
-    stats = [g.finished.speculation for g in generations]
-    rounds = sum(s.num_rounds for s in stats)
-    return (rounds + sum(s.num_accepted_tokens for s in stats)) / rounds
 
 
 def main() -> None:

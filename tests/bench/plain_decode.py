@@ -22,6 +22,7 @@ from common.models.dense import DenseTarget
 from common.models.registry import load_target
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.paged_kv import PagedKV
+from common.tensors import DTYPES
 from common.testing.timing import interleaved, machine, median_ratio
 
 PROMPTS = [
@@ -37,7 +38,6 @@ PROMPTS = [
 KV_BLOCK = 16
 MAX_LEN = 1088  # tokens per request in the cost table and the decode loop
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def prompt_ids(tokenizer: Tokenizer) -> list[list[int]]:

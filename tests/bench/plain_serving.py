@@ -26,7 +26,7 @@ from common.client import Generation, VerifierClient
 from common.loading.chat import ChatTemplate
 from common.loading.tokenizer import Tokenizer
 from common.tensors import DTYPES
-from common.testing.timing import machine
+from common.testing.timing import machine, median_ratio
 
 
 class Streamed:
@@ -131,7 +131,7 @@ def main() -> None:
                         part: getattr(mean, f"{part}_us") / 1000
                         for part in ("forward", "verify", "other")
                     }
-                ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+                ratio = median_ratio(ours, theirs)
                 print(
                     f"{count} at once: verifier {statistics.median(ours):.1f} tok/s, transformers "
                     f"{statistics.median(theirs):.1f} tok/s, ratio {ratio:.2f}; round ms {split}"

@@ -4,9 +4,7 @@ import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -19,6 +17,7 @@ from common.errors import StartupError
 from common.loading.safetensors_files import read_json
 from common.pb.v1 import drafter_pb2, drafter_pb2_grpc
 from common.testing.deepseek_v4 import Kind, tiny_deepseek_v4
+from common.testing.streams import generate_together
 
 WINDOW, HCA, BLOCK = 8, 16, 5
 # Prompts shorter than the window; longer than it; than an HCA group; than a step of 32 rows.
@@ -71,27 +70,9 @@ class Pair:
         self, on_start: Callable[[], None] | None = None, **options: object
     ) -> list[Generation]:
         """All prompts at once; `on_start` runs when every stream is under way."""
-        under_way = threading.Barrier(len(PROMPTS) + 1)
-
-        def run(prompt: list[int]) -> Generation:
-            result, reached = Generation(), False
-            for response in self.client.stream(
-                prompt, **{"max_tokens": NUM_TOKENS, "ignore_eos": True, "timeout_s": 90, **options}
-            ):
-                result.token_ids.extend(response.delta.token_ids)
-                if not reached and len(result.token_ids) > 10:
-                    reached = True
-                    under_way.wait(60)
-                if response.HasField("finished"):
-                    result.finished = response.finished
-            return result
-
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            futures = [pool.submit(run, prompt) for prompt in PROMPTS]
-            under_way.wait(60)
-            if on_start is not None:
-                on_start()
-            return [future.result() for future in futures]
+        shared = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "timeout_s": 90, **options}
+        cases = [(prompt, shared) for prompt in PROMPTS]
+        return generate_together(self.client, cases, under_way_after=10, on_start=on_start)
 
     def drafter_info(self) -> drafter_pb2.GetDrafterInfoResponse:
         """What the drafter says of itself."""

@@ -2,16 +2,15 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from common.cli.processes import ServiceProcess
 from common.client import Generation, VerifierClient
+from common.testing.streams import generate_together
 from common.testing.tiny import tiny_drafter, tiny_target
 
 PROMPTS = [[3, 9, 27, 5], [7] * 20, list(range(1, 40)), [11, 2]]
@@ -60,29 +59,9 @@ class Pair:
 
     def generate_all(self, on_start: Callable[[], None] | None = None, **options: object) -> list:
         """All prompts in all modes at once; `on_start` runs when every stream is well under way."""
-        cases = [(prompt, mode) for prompt in PROMPTS for mode in MODES]
-        under_way = threading.Barrier(len(cases) + 1)
-
-        def run(case: tuple[list[int], dict[str, object]]) -> Generation:
-            prompt, mode = case
-            result, reached = Generation(), False
-            for response in self.client.stream(
-                prompt, max_tokens=NUM_TOKENS, ignore_eos=True, timeout_s=60, **mode, **options
-            ):
-                result.token_ids.extend(response.delta.token_ids)
-                if not reached and len(result.token_ids) > 40:
-                    reached = True
-                    under_way.wait(30)
-                if response.HasField("finished"):
-                    result.finished = response.finished
-            return result
-
-        with ThreadPoolExecutor(len(cases)) as pool:
-            futures = [pool.submit(run, case) for case in cases]
-            under_way.wait(30)
-            if on_start is not None:
-                on_start()
-            return [future.result() for future in futures]
+        shared = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "timeout_s": 60, **options}
+        cases = [(prompt, {**shared, **mode}) for prompt in PROMPTS for mode in MODES]
+        return generate_together(self.client, cases, under_way_after=40, on_start=on_start)
 
 
 @pytest.fixture(scope="module")
