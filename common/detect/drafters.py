@@ -140,7 +140,7 @@ def vocabulary_notes(heads: Verdict, vocab_size: int | None) -> tuple[Remark, ..
     draft = heads.draft_vocab_size
     if draft is None or vocab_size is None or draft == vocab_size:
         return ()
-    needs = "lm_head and d2t table" if draft < vocab_size else "embed_tokens"
+    needs = "d2t table" if draft < vocab_size else "embed_tokens"
     text = f"`draft_vocab_size` {draft} of {vocab_size}: the drafter must bring its own {needs}"
     return (Remark("I04", text),)
 

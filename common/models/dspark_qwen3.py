@@ -159,8 +159,8 @@ class DSparkQwen3:
         ]
         self.context_proj = _context_proj(config, weights)
         self.norm = RMSNorm(weights.take("norm.weight", (d,)), config.block.norm_eps)
-        self.lm_head = _lm_head(config, weights, target, self.embed_tokens)
         self.d2t = _d2t(config, weights).to(self.device)
+        self.lm_head = _lm_head(config, weights, target, self.embed_tokens, self.d2t)
         self.w1: Tensor | None = None
         self.markov: VanillaHead | None = None
         if config.markov_rank:
@@ -297,19 +297,20 @@ def _context_proj(config: DrafterConfig, weights: Checkpoint) -> Linear:
 
 
 def _lm_head(
-    config: DrafterConfig, weights: Checkpoint, target: Checkpoint, embed_tokens: Tensor
+    config: DrafterConfig,
+    weights: Checkpoint,
+    target: Checkpoint,
+    embed_tokens: Tensor,
+    d2t: Tensor,
 ) -> Linear:
-    shape = (config.draft_vocab_size, config.block.hidden_size)
+    """The drafter's own rows, or the target's: training freezes them, so both are the same."""
+    d = config.block.hidden_size
     if "lm_head.weight" in weights:
-        return Linear(weights.take("lm_head.weight", shape))
-    if config.draft_vocab_size != config.vocab_size:
-        raise LoadError(
-            f"{weights.path}: tensor 'lm_head.weight' {list(shape)} is missing; a reduced draft "
-            "vocabulary needs its own head"
-        )
+        return Linear(weights.take("lm_head.weight", (config.draft_vocab_size, d)))
+    rows = embed_tokens
     if "lm_head.weight" in target:
-        return Linear(target.take("lm_head.weight", shape))
-    return Linear(embed_tokens)
+        rows = target.take("lm_head.weight", (config.vocab_size, d))
+    return Linear(rows if config.draft_vocab_size == config.vocab_size else rows[d2t])
 
 
 def _d2t(config: DrafterConfig, weights: Checkpoint) -> Tensor:

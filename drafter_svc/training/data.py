@@ -14,11 +14,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import LoadError
-from drafter_svc.training.model import Blocks
+from drafter_svc.training.model import Blocks, Columns
 from drafter_svc.training.shards import Text, list_shards
 
 PRIOR_SHARE = 0.05
 LSE_COLUMNS = 32  # keeps the product's inner size a multiple of 32
+LIKELY = 0.01  # a token that the target gives this much anywhere in a step is in the step
+MIN_SAMPLED = 256
 VALIDATION_MOD, VALIDATION_REST = 50, 7
 
 
@@ -36,15 +38,16 @@ class TextRef:
 
 @dataclass
 class Examples:
-    """One packed step.
+    """One packed step over V columns: the draft vocabulary, or the sample of it in `columns`.
 
-    target_probs: [A, B, V_draft]; labels: [A, B] draft ids or −1; valid: [A, B].
+    target_probs: [A, B, V]; labels: [A, B] columns or −1; valid: [A, B].
     """
 
     blocks: Blocks
     target_probs: Tensor
     labels: Tensor
     valid: Tensor
+    columns: Columns | None
 
 
 class Corpus:
@@ -123,13 +126,41 @@ def choose_anchors(text: Text, limit: int | None, rng: torch.Generator) -> Tenso
     return places
 
 
+def choose_columns(
+    target_probs: Tensor, labels: Tensor, num_columns: int, rng: torch.Generator | None
+) -> Columns:
+    """About `num_columns` draft ids: all labels, all likely ones, and a sample of the others.
+
+    target_probs: [n, V_draft]. The product with the head is most of a step's work, and nearly all
+    of its columns hold next to nothing; the sampled ones stand for the rest, weighted.
+    """
+    certain = target_probs.amax(0) > LIKELY
+    certain[labels[labels >= 0]] = True
+    known, rest = certain.nonzero()[:, 0], (~certain).nonzero()[:, 0]
+    num_sampled = min(len(rest), max(MIN_SAMPLED, num_columns - len(known)))
+    sampled = rest[torch.randperm(len(rest), generator=rng)[:num_sampled]]
+    shares = torch.ones(len(known) + num_sampled)
+    shares[len(known) :] = len(rest) / max(1, num_sampled)
+    return Columns(torch.cat([known, sampled]), shares)
+
+
 class Packer:
     """Turns texts and anchors into a step."""
 
     def __init__(
-        self, head: Tensor, d2t: Tensor, block_size: int, stored: list[int], used: list[int]
+        self,
+        head: Tensor,
+        d2t: Tensor,
+        block_size: int,
+        stored: list[int],
+        used: list[int],
+        temperature: float = 1.0,
     ) -> None:
-        """head: [V, d], the target's lm_head; d2t: [V_draft]; stored, used: tapped layers."""
+        """head: [V, d], the target's lm_head; d2t: [V_draft]; stored, used: tapped layers.
+
+        temperature: the sampling temperature whose target distribution the examples carry.
+        """
+        self.temperature = temperature
         size = self.hidden_size = head.shape[1]
         # Three more columns subtract the log-sum-exp inside the product, see _target_probs.
         self.head = torch.zeros(len(d2t), size + LSE_COLUMNS, dtype=torch.bfloat16)
@@ -145,30 +176,46 @@ class Packer:
         return torch.cat([text.states[:-1, c] for c in self.columns], dim=-1)
 
     def pack(
-        self, texts: list[Text], anchors: list[Tensor], block_size: int | None = None
+        self,
+        texts: list[Text],
+        anchors: list[Tensor],
+        block_size: int | None = None,
+        num_columns: int | None = None,
+        rng: torch.Generator | None = None,
     ) -> Examples:
-        """A step over these texts, in blocks of `block_size` (None: the drafter's) rows."""
+        """A step over these texts, in blocks of `block_size` (None: the drafter's) rows.
+
+        num_columns: how much of the draft vocabulary the step looks at (None: all of it).
+        """
         size = block_size or self.block_size
-        features, tokens, probs, valid = [], [], [], []
-        for text, places in zip(texts, anchors, strict=True):
+        features, tokens, places, valid, probs, row = [], [], [], [], [], 0
+        for text, some in zip(texts, anchors, strict=True):
             num_rows = len(text.ids) - 1  # the last token was never run
             features.append(self.features(text))
-            ahead = places[:, None] + torch.arange(size + 1)
+            ahead = some[:, None] + torch.arange(size + 1)
             tokens.append(text.ids[ahead.clamp(max=num_rows)])
             valid.append(ahead[:, 1:] <= num_rows)
-            probs.append(self._target_probs(text, ahead[:, :-1].clamp(max=num_rows - 1)))
+            probs.append(self._target_probs(text))
+            places.append(row + ahead[:, :-1].clamp(max=num_rows - 1) - (text.prompt_len - 1))
+            row += len(probs[-1])
         every = torch.cat(tokens)
         blocks = Blocks(
             features=torch.cat(features),
             context_lens=[len(rows) for rows in features],
-            num_anchors=[len(places) for places in anchors],
+            num_anchors=[len(some) for some in anchors],
             anchors=torch.cat(anchors),
             tokens=every,
         )
-        return Examples(blocks, torch.cat(probs), self.t2d[every[:, 1:]], torch.cat(valid))
+        target_probs, labels, columns = torch.cat(probs), self.t2d[every[:, 1:]], None
+        if num_columns is not None:
+            columns = choose_columns(target_probs, labels, num_columns, rng)
+            target_probs = target_probs[:, columns.ids] * columns.shares.to(target_probs.dtype)
+            labels = columns.find(labels, self.head.shape[0])
+        rows = target_probs[torch.cat(places)]
+        return Examples(blocks, rows, labels, torch.cat(valid), columns)
 
-    def _target_probs(self, text: Text, places: Tensor) -> Tensor:
-        """Target distribution after each of places [n, B], over the draft vocabulary, in bf16.
+    def _target_probs(self, text: Text) -> Tensor:
+        """Target distribution from the prompt's last token on, over the draft vocabulary, in bf16.
 
         log-probabilities come out of one bf16 product: rounding them costs little, while rounding
         logits near 20 first and subtracting afterwards would cost 6 % of a probability.
@@ -181,4 +228,11 @@ class Packer:
         for column in range(self.hidden_size, self.hidden_size + 3):
             wide[:, column] = rest
             rest -= wide[:, column].float()
-        return F.linear(wide, self.head).exp_()[places - first]
+        probs = F.linear(wide, self.head).exp_()
+        if self.temperature == 1:
+            return probs
+        missing = (1 - probs.sum(-1, dtype=torch.float32)).clamp(min=0)
+        probs.pow_(1 / self.temperature)
+        # What lies outside the draft vocabulary counts as one token: close, and never too little.
+        total = probs.sum(-1, dtype=torch.float32) + missing.pow(1 / self.temperature)
+        return probs.div_(total[:, None].to(probs.dtype))

@@ -71,6 +71,20 @@ class Blocks:
     tokens: Tensor
 
 
+@dataclass
+class Columns:
+    """Draft ids [n] that a training step looks at, and how many ids each stands for, [n]."""
+
+    ids: Tensor
+    shares: Tensor
+
+    def find(self, draft_ids: Tensor, vocab_size: int) -> Tensor:
+        """Where these draft ids (−1: none) lie among the columns, or −1."""
+        places = torch.full((vocab_size + 1,), -1)
+        places[self.ids] = torch.arange(len(self.ids))
+        return places[draft_ids]
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32."""
 
@@ -222,14 +236,15 @@ class Step:
 
 
 class Drafter(nn.Module):
-    """Teacher-forced drafter. `embed` is the target's embedding [V, d], frozen and not saved."""
+    """Teacher-forced drafter. Embedding and head are the target's [V, d], frozen and not saved."""
 
     d2t: Tensor
     embed: Tensor
+    head: Tensor
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: DrafterConfig, embed: Tensor, d2t: Tensor) -> None:
+    def __init__(self, config: DrafterConfig, embed: Tensor, head: Tensor, d2t: Tensor) -> None:
         super().__init__()
         self.config = config
         d = config.hidden_size
@@ -237,12 +252,11 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
-        self.lm_head = Linear(d, config.draft_vocab_size, bias=False, dtype=torch.bfloat16)
-        self.lm_head.requires_grad_(False)  # the target's rows of d2t, as in DeepSpec
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
         self.register_buffer("d2t", d2t)
         self.register_buffer("embed", embed, persistent=False)
+        self.register_buffer("head", head[d2t], persistent=False)
         cos, sin = rotary_tables(config.max_position_embeddings, config.head_dim, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -267,10 +281,11 @@ class Drafter(nn.Module):
             hidden,
         )
 
-    def forward(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Draft logits [A, B, V_draft] (Markov bias included) and confidence logits [A, B].
+    def forward(self, blocks: Blocks, columns: Columns | None = None) -> tuple[Tensor, Tensor]:
+        """Draft logits [A, B, V] (Markov bias included) and confidence logits [A, B].
 
         Row k - 1 of a block predicts token k after the anchor, given the true tokens before it.
+        V: the draft vocabulary, or a sample of it whose logits are raised by what each stands for.
         """
         dtype, size = blocks.features.dtype, blocks.tokens.shape[1] - 1
         step = self._step(blocks, dtype)
@@ -282,8 +297,19 @@ class Drafter(nn.Module):
             rows = layer(rows, context, step)
         rows = self.norm(rows)
         before = self.markov_head.markov_w1(blocks.tokens[:, :size].flatten()).to(dtype)
-        bias = self.markov_head.markov_w2(before)
-        logits = torch.addmm(bias, rows, self.lm_head.weight.to(dtype).T)
+        logits = self._logits(rows, before, columns)
         confidence = self.confidence_head.proj(torch.cat([rows, before], dim=-1)).float()
         shape = (len(blocks.anchors), size)
         return logits.view(*shape, -1), confidence.view(shape)
+
+    def _logits(self, rows: Tensor, before: Tensor, columns: Columns | None) -> Tensor:
+        head, bias = self.head.to(rows.dtype), self.markov_head.markov_w2.weight
+        if columns is None:
+            return torch.addmm(F.linear(before, bias.to(rows.dtype)), rows, head.T)
+        # The shares ride along as one more input, so that no pass over the logits is needed.
+        logs = columns.shares.log().to(rows.dtype)[:, None]
+        ones = rows.new_ones(len(rows), 1)
+        weight = torch.cat([bias[columns.ids].to(rows.dtype), logs], dim=1)
+        return torch.addmm(
+            F.linear(torch.cat([before, ones], 1), weight), rows, head[columns.ids].T
+        )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-SHARES = {"code": 0.14, "maths": 0.1, "chat": 0.16, "invented": 0.6}
+SHARES = {"code": 0.12, "maths": 0.08, "chat": 0.15, "invented": 0.65}
 MAX_WORD_ID = 20_000  # later tokens are rarer words and pieces of words
 WORDS_FILE = Path(__file__).with_name("prompt_words.json")
 
@@ -169,6 +169,36 @@ OPENERS = {
         "Imagine that you are a {word}",
         "Last {word} I",
         "Create a checklist for {word}",
+        "I am planning",
+        "My sister",
+        "My boss wants",
+        "I cannot decide whether",
+        "I have been feeling",
+        "We are moving to",
+        "Every time I {word}",
+        "Is it safe to",
+        "Should I",
+        "Can you recommend",
+        "Any advice on",
+        "What is the difference between",
+        "How long does it take",
+        "How did the {word}",
+        "What caused the",
+        "Why are there",
+        "What would happen if",
+        "Give me ideas for a {word}",
+        "Write a letter to",
+        "Write a speech about",
+        "Tell a story in which a {word}",
+        "Invent a",
+        "Turn this into a",
+        "Suggest a name for",
+        "Make a list of things to",
+        "My child asks",
+        "I want to learn",
+        "What should I say when",
+        "In which year",
+        "Name a",
         "What is the meaning of {word}",
         "We want to {word}",
     ],
@@ -217,7 +247,7 @@ OPENERS = {
         "The ratio of {word} to",
     ],
 }
-OPENER_SHARES = {"free": 0.15, "chat": 0.4, "code": 0.25, "maths": 0.2}
+OPENER_SHARES = {"free": 0.12, "chat": 0.48, "code": 0.24, "maths": 0.16}
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
     python -m drafter_svc.training.report --data DIR [--out DRAFTER]
 
-Two figures. `tau`: expected tokens per round at temperature 1, 1 + Σ∏(1 − ½‖q − p‖₁). `greedy`:
-rounds replayed at temperature 0 over texts that the target wrote greedily: the drafts of each
-round are compared with what the target wrote, so the count equals what a serving round would
-accept, up to rounding.
+Two figures. `tau`: expected tokens per round at the training's temperature,
+1 + Σ∏(1 − ½‖q − p‖₁). `greedy`: rounds replayed at temperature 0 over texts that the target wrote
+greedily: the drafts of each round are compared with what the target wrote, so the count equals what
+a serving round would accept, up to rounding.
 """
 
 import json
@@ -23,7 +23,7 @@ from drafter_svc.training.loss import accepted_greedy, survival
 from drafter_svc.training.model import Drafter, DrafterConfig
 from drafter_svc.training.settings import Settings, parse_settings
 from drafter_svc.training.shards import Text, list_shards, read_meta
-from drafter_svc.training.start import target_tensors
+from drafter_svc.training.start import EMBED, HEAD, target_tensors
 
 log = logging.getLogger("dspark.report")
 
@@ -54,7 +54,7 @@ class Figures:
 
     @property
     def tau(self) -> float:
-        """Expected tokens per round at temperature 1, over all anchors."""
+        """Expected tokens per round at the packer's temperature, over all anchors."""
         return 1 + self.expected / max(1, self.num_blocks)
 
     @property
@@ -137,7 +137,7 @@ def load_drafter(folder: Path, target: dict[str, Tensor]) -> Drafter:
     config = DrafterConfig(**{name: raw[name] for name in DrafterConfig.__dataclass_fields__})
     tensors = load_file(folder / "model.safetensors")
     tensors["d2t"] += torch.arange(config.draft_vocab_size)  # stored as offsets, see `export`
-    drafter = Drafter(config, target["model.embed_tokens.weight"], tensors["d2t"])
+    drafter = Drafter(config, target[EMBED], target[HEAD], tensors["d2t"])
     drafter.load_state_dict(
         {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
     )
@@ -148,9 +148,12 @@ def open_drafter(settings: Settings) -> tuple[Drafter, Packer]:
     """The exported drafter of `settings.out` with the packer that fits it."""
     target = target_tensors(settings.target)
     drafter = load_drafter(settings.out, target)
-    config, head = drafter.config, target["lm_head.weight"]
+    config, head = drafter.config, target[HEAD]
     stored = read_meta(list_shards(settings.data)[0])["taps"]
-    return drafter, Packer(head, drafter.d2t, config.block_size, stored, config.target_layer_ids)
+    layers = config.target_layer_ids
+    return drafter, Packer(
+        head, drafter.d2t, config.block_size, stored, layers, settings.temperature
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,14 +24,19 @@ class Settings:
     num_layers: int = 2
     num_kv_heads: int = 9
     intermediate_size: int = 640
-    draft_vocab_size: int = 7168  # fewer would be cheaper, but every missing token ends a round
+    draft_vocab_size: int = 16384  # fewer would be cheaper, but every missing token ends a round
     drafter_taps: list[int] = field(default_factory=lambda: [2, 16, 28])  # some of `taps`
     block_size: int = 4
-    markov_rank: int = 32
+    markov_rank: int = 48
     mask_token_id: int = 16  # <|empty_output|>: the tokenizer never writes it into text
     # Training.
     num_anchors: int = 160  # per text and visit
-    texts_per_step: int = 4
+    num_columns: int = 4608  # of the draft vocabulary that a step looks at
+    texts_per_step: int = 8
+    # The loss compares with the target at this sampling temperature. Most of its users decode at
+    # or near 0, where the flat part of a distribution does not count; at 0 itself a row would
+    # teach one token only.
+    temperature: float = 0.5
     # Until then, blocks of two rows over all anchors of 1.5 times as many texts: the same work
     # with twice the anchors, for the part all rows share.
     short_until: float = 0.78  # share of the steps
@@ -45,6 +50,7 @@ class Settings:
     clip: float = 1.0
     seed: int = 0
     report_minutes: float = 5.0
+    start: Path | None = None  # an exported drafter whose weights the run starts from
     out: Path = Path(__file__).parent.parent / "drafters" / "smollm2-135m"
 
 
@@ -53,7 +59,9 @@ def parse_settings(description: str | None, argv: list[str] | None = None) -> Se
     parser = argparse.ArgumentParser(description=description)
     defaults = Settings()
     for name, value in vars(defaults).items():
-        kind = int if isinstance(value, list) else Path if isinstance(value, Path) else type(value)
+        kind = int if isinstance(value, list) else type(value)
+        if value is None or isinstance(value, Path):
+            kind = Path
         nargs = "+" if isinstance(value, list) else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, nargs=nargs)
     settings = Settings(**vars(parser.parse_args(argv)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drafter_svc.training.model import Attention, Drafter, DrafterConfig, Layer
 from drafter_svc.training.settings import Settings
 
-EMBED = "model.embed_tokens.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COPY_SHARE = 0.8  # of layer 0's heads
 COPY_PAIRS = 4  # fastest rotary pairs, which tell neighbouring positions apart
 COPY_GAIN = 3.0**0.5  # of q and k in those pairs: 99 % of the weight falls on the last row
@@ -49,7 +49,7 @@ def drafter_config(settings: Settings) -> DrafterConfig:
 def target_tensors(folder: Path) -> dict[str, Tensor]:
     """The target's weights; `lm_head.weight` is filled in when tied."""
     tensors = load_file(folder / "model.safetensors")
-    tensors.setdefault("lm_head.weight", tensors[EMBED])
+    tensors.setdefault(HEAD, tensors[EMBED])
     return tensors
 
 
@@ -59,9 +59,9 @@ def new_drafter(
 ) -> Drafter:
     """A drafter with started weights. d2t: [V_draft]; sample: tapped rows [n, m * d] of texts."""
     torch.manual_seed(seed)
-    drafter = Drafter(config, target[EMBED], d2t)
+    drafter = Drafter(config, target[EMBED], target[HEAD], d2t)
     for module in drafter.modules():
-        if isinstance(module, nn.Linear) and module is not drafter.lm_head:
+        if isinstance(module, nn.Linear):
             module.weight.normal_(std=module.in_features**-0.5)
     first = config.num_target_layers - config.num_hidden_layers
     layers = [layer for layer in drafter.layers if isinstance(layer, Layer)]
@@ -73,12 +73,32 @@ def new_drafter(
     context = _normed(drafter.fc(sample.float()))
     _copy_last_row(layers[0], drafter, context)
     drafter.norm.weight.copy_(target["model.norm.weight"].float())
-    drafter.lm_head.weight.copy_(target["lm_head.weight"][d2t])
     drafter.markov_head.markov_w1.weight.normal_(std=config.markov_rank**-0.5)
     drafter.markov_head.markov_w2.weight.zero_()
     drafter.confidence_head.proj.weight.zero_()
     drafter.confidence_head.proj.bias.zero_()
     return drafter
+
+
+@torch.no_grad()
+def adopt(drafter: Drafter, folder: Path) -> None:
+    """Takes over the weights of an exported drafter of the same depth and widths.
+
+    Its draft vocabulary and Markov rank may be smaller: rows go by target id, the added rank starts
+    without effect.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    own = drafter.state_dict()
+    d2t = tensors.pop("d2t")
+    t2d = torch.full((len(drafter.embed),), -1)
+    t2d[drafter.d2t] = torch.arange(len(drafter.d2t))
+    places = t2d[d2t + torch.arange(len(d2t))]
+    tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
+        if name == "markov_head.markov_w2.weight":
+            own[name][places[places >= 0], : tensor.shape[1]] = tensor[places >= 0].float()
+        else:
+            own[name][..., : tensor.shape[-1]] = tensor.float()
 
 
 def _normed(rows: Tensor) -> Tensor:

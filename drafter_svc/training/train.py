@@ -21,10 +21,11 @@ from drafter_svc.training.data import Corpus, Packer, choose_anchors, draft_voca
 from drafter_svc.training.export import export
 from drafter_svc.training.loss import dspark_loss, survival
 from drafter_svc.training.model import Drafter
+from drafter_svc.training.optimiser import Optimiser
 from drafter_svc.training.report import evaluate, summary
 from drafter_svc.training.settings import Settings, parse_settings
 from drafter_svc.training.shards import list_shards, read_meta
-from drafter_svc.training.start import drafter_config, new_drafter, target_tensors
+from drafter_svc.training.start import HEAD, adopt, drafter_config, new_drafter, target_tensors
 
 log = logging.getLogger("dspark.train")
 
@@ -46,27 +47,22 @@ class Trainer:
         tensors = load_file(settings.data / STATE) if saved else {}
         d2t = tensors["d2t"] if saved else self._draft_vocabulary(config.draft_vocab_size)
         stored = read_meta(list_shards(settings.data)[0])["taps"]
-        head = self.target["lm_head.weight"]
-        self.packer = Packer(head, d2t, config.block_size, stored, config.target_layer_ids)
+        head = self.target[HEAD]
+        self.packer = Packer(
+            head, d2t, config.block_size, stored, config.target_layer_ids, settings.temperature
+        )
         self.drafter: Drafter = new_drafter(config, self.target, d2t, self._sample(), settings.seed)
         named = self.drafter.named_parameters()
         self.weights = {name: weight for name, weight in named if weight.requires_grad}
-        self.optimiser = torch.optim.AdamW(
-            [
-                {"params": [weight], "scale": settings.markov_rate if "markov" in name else 1.0}
-                for name, weight in self.weights.items()
-            ],
-            lr=0.0,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            fused=True,
-        )
+        self.optimiser = Optimiser(self.weights, settings.markov_rate)
+        if settings.start is not None and not saved:
+            adopt(self.drafter, settings.start)
         if saved:
             self._restore(tensors, saved)
         self.order = self._shuffled()
 
     def _draft_vocabulary(self, size: int) -> Tensor:
-        counts = self.corpus.count_ids(self.target["lm_head.weight"].shape[0])
+        counts = self.corpus.count_ids(self.target[HEAD].shape[0])
         generation = json.loads((self.settings.target / "generation_config.json").read_text())
         d2t = draft_vocabulary(counts, size, list(generation["eos_token_id"]))
         share = counts[d2t].sum() / counts.sum()
@@ -106,8 +102,10 @@ class Trainer:
         rng = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
         limit = None if short else self.settings.num_anchors
         anchors = [choose_anchors(text, limit, rng) for text in texts]
-        examples = self.packer.pack(texts, anchors, SHORT_BLOCK if short else None)
-        logits, confidence = self.drafter(examples.blocks)
+        examples = self.packer.pack(
+            texts, anchors, SHORT_BLOCK if short else None, self.settings.num_columns, rng
+        )
+        logits, confidence = self.drafter(examples.blocks, examples.columns)
         parts = dspark_loss(
             logits,
             confidence,
@@ -116,12 +114,9 @@ class Trainer:
             examples.valid,
             distill=self.distill(),
         )
-        self.optimiser.zero_grad()
         parts.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.rate() * group["scale"]
-        self.optimiser.step()
+        self.optimiser.step(self.rate())
         self.step += 1
         self.cursor += num_texts
         return {
@@ -136,12 +131,7 @@ class Trainer:
     def save(self) -> None:
         """Checkpoint: tensors first, then the small file that names the step they belong to."""
         tensors: dict[str, Tensor] = dict(self.drafter.state_dict())
-        for name, weight in self.weights.items():
-            state = self.optimiser.state[weight]
-            tensors[f"first.{name}"], tensors[f"second.{name}"] = (
-                state["exp_avg"],
-                state["exp_avg_sq"],
-            )
+        tensors |= self.optimiser.state()
         tensors["step"] = torch.tensor(self.step)
         save_file(tensors, self.settings.data / f"{STATE}.partial")
         os.replace(self.settings.data / f"{STATE}.partial", self.settings.data / STATE)
@@ -165,12 +155,7 @@ class Trainer:
             f"checkpoint tensors of step {int(tensors['step'])} beside a place of step {self.step}"
         )
         self.drafter.load_state_dict({name: tensors[name] for name in self.drafter.state_dict()})
-        for name, weight in self.weights.items():
-            self.optimiser.state[weight] = {
-                "step": torch.tensor(float(self.step)),
-                "exp_avg": tensors[f"first.{name}"].clone(),
-                "exp_avg_sq": tensors[f"second.{name}"].clone(),
-            }
+        self.optimiser.restore(tensors, self.step)
 
 
 def run(settings: Settings) -> None:

@@ -83,6 +83,7 @@ def settings(tmp_path: Path) -> Settings:
         markov_rank=4,
         mask_token_id=1,
         num_anchors=6,
+        num_columns=16,
         texts_per_step=2,
         short_until=0.5,
         steps=8,
