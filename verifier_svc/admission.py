@@ -37,7 +37,6 @@ class Limits:
     vocab_size: int
     max_context_len: int  # tokens; min(model context, KV capacity): no request can ever hold more
     eos_token_ids: frozenset[int]
-    has_tokenizer: bool = True  # stop strings need text
 
 
 @dataclass(frozen=True)
@@ -217,13 +216,6 @@ class Admission:
                     f"{len(stop)} characters long",
                     f"1 to {MAX_STOP_CHARS} characters",
                 )
-        if stop_strings and not self.limits.has_tokenizer:
-            raise _refusal(
-                "stopping.stop",
-                list(stop_strings),
-                "nothing: this model was loaded without a tokenizer",
-                "use stop_token_ids",
-            )
         return tuple(stop_strings)
 
 

@@ -26,18 +26,6 @@ class TextDecoder(Protocol):
         ...
 
 
-class NoText:
-    """For a model without a tokenizer: token ids only."""
-
-    def push(self, token_id: int) -> str:
-        """No text."""
-        return ""
-
-    def flush(self) -> str:
-        """No text."""
-        return ""
-
-
 class StopCursor:
     """Reads `request.token_ids` as they are appended; writes finish_reason and matched_stop."""
 

@@ -9,6 +9,7 @@ import torch
 from common.loading.tokenizer import StreamDecoder, Tokenizer
 from common.models.dense import DenseTarget
 from common.models.registry import load_target
+from common.testing.no_text import NoText
 from common.testing.tiny import tiny_target
 from verifier_svc.admission import Admission, Ask, Limits
 from verifier_svc.drafting import Drafter, NoDrafter
@@ -19,7 +20,7 @@ from verifier_svc.kv_blocks import KVBlocks
 from verifier_svc.request import Request
 from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
-from verifier_svc.stopping import NoText, TextDecoder
+from verifier_svc.stopping import TextDecoder
 from verifier_svc.verify_len import VerifyLength
 
 torch.set_num_threads(1)

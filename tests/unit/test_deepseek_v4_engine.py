@@ -12,6 +12,7 @@ from common.models.deepseek_v4.model import DeepseekV4Target
 from common.nn.attention import AttentionBatch, Segment
 from common.tensors import from_bytes
 from common.testing.deepseek_v4 import tiny_deepseek_v4
+from common.testing.no_text import NoText
 from verifier_svc.admission import Admission, Ask, Limits
 from verifier_svc.drafting import Draft, Drafter, Drafts, FeatureSource, NoDrafter
 from verifier_svc.engine import Engine
@@ -20,7 +21,6 @@ from verifier_svc.kv_blocks import KVBlocks
 from verifier_svc.request import Plan, Request
 from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
-from verifier_svc.stopping import NoText
 from verifier_svc.verify_len import VerifyLength
 
 WINDOW, KV_BLOCK, MAX_DRAFTS, TAPS = 8, 16, 5, (2, 3, 4)

@@ -81,12 +81,6 @@ def test_a_whole_vocabulary_of_stops_contradicts_min_tokens() -> None:
     assert admit(tiny, prompt_ids=[0], stop_token_ids=[0, 1], min_tokens=1, ignore_eos=True)
 
 
-def test_stop_strings_need_a_tokenizer() -> None:
-    blind = Limits(100, 32, frozenset(), has_tokenizer=False)
-    with pytest.raises(InvalidRequest, match="stop_token_ids"):
-        admit(blind, stop_strings=["x"])
-
-
 def test_absent_fields_take_the_documented_defaults() -> None:
     request = admit()
     sampling, stopping = request.sampling, request.stopping

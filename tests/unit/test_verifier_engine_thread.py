@@ -6,10 +6,10 @@ import time
 import pytest
 
 from common.errors import Overloaded, Unavailable
+from common.testing.no_text import NoText
 from verifier_svc.drafting import Drafts, FeatureSource, NoDrafter
 from verifier_svc.events import Failed, Finished
 from verifier_svc.request import FinishReason, Plan, Request
-from verifier_svc.stopping import NoText
 
 
 class Inbox:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.testing.no_text import NoText
 from verifier_svc.drafting import Draft, Drafts
 from verifier_svc.events import Delta, Event, Finished
 from verifier_svc.kv_blocks import KVBlocks
@@ -23,7 +24,6 @@ from verifier_svc.request import (
     Verdict,
 )
 from verifier_svc.scheduler import Scheduler, SchedulerLimits
-from verifier_svc.stopping import NoText
 
 VOCAB = 17
 EOS = 3

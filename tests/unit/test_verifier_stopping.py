@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.testing.no_text import NoText
 from verifier_svc.request import (
     FinishReason,
     Request,
@@ -11,7 +12,7 @@ from verifier_svc.request import (
     SpeculationParams,
     StopParams,
 )
-from verifier_svc.stopping import NoText, StopCursor
+from verifier_svc.stopping import StopCursor
 
 EOS, STOP_ID = 90, 91
 PIECES = ["a", "b", "ab", "ba", "", "c", "abc", "bb"]  # the text of token i
