@@ -72,7 +72,7 @@ class Rig:
         config = model.config
         room = min(config.max_context_len, num_kv_blocks * kv_block_size + 1)
         eos = frozenset(config.eos_token_ids)
-        self.admission = Admission(Limits(config.vocab_size, room, eos, tokenizer is not None))
+        self.admission = Admission(Limits(config.vocab_size, room, eos))
 
     def ask(self, request_id: str, prompt_ids: Sequence[int], **asked: object) -> Request:
         """An admitted request that has not been submitted."""
