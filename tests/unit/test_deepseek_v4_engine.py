@@ -97,7 +97,7 @@ def run(
     )
     runner = Runner(model, kv, features, TAPS)
     engine = Engine(scheduler, runner, drafter, VerifyLength(), lambda _: None)
-    admission = Admission(Limits(model.config.vocab_size, 16 * num_blocks, frozenset(), False))
+    admission = Admission(Limits(model.config.vocab_size, 16 * num_blocks, frozenset()))
     requests = [
         admission.admit(Ask(f"r{i}", prompt, temperature=0.0, max_tokens=60, ignore_eos=True))
         for i, prompt in enumerate(prompts)
