@@ -58,7 +58,10 @@ class VerifierConfig:
     )
     kv_blocks: int | None = setting(None, "KV blocks; absent: what --kv-memory-mb holds", low=1)
     kv_memory_mb: int | None = setting(
-        None, "MiB for the KV cache and the feature rows; absent: 512", low=1
+        None,
+        "MiB for the KV cache and the feature rows; absent: 512, more where the windows of "
+        "--max-running requests take more",
+        low=1,
     )
     max_running: int = setting(32, "requests decoded at a time", low=1, high=4096)
     max_waiting: int = setting(256, "requests queued behind those", low=0, high=1_000_000)

@@ -64,7 +64,7 @@ def make_kv(
         return kv.num_bytes + kv.num_slots * feature_bytes
 
     longest = -(-(config.max_context_len or model.config.max_context_len) // block_size)
-    num_blocks = config.kv_blocks or _num_blocks(config, longest, block_size, num_bytes)
+    num_blocks = config.kv_blocks or _num_blocks(config, longest, block_size, num_bytes, recent)
     kv = cache(num_blocks, recent)
     log.info(
         "KV cache",
@@ -84,15 +84,22 @@ def _mib(num_bytes: int) -> float:
 
 
 def _num_blocks(
-    config: VerifierConfig, longest: int, block_size: int, num_bytes: Callable[[int], int]
+    config: VerifierConfig,
+    longest: int,
+    block_size: int,
+    num_bytes: Callable[[int], int],
+    recent: int | None,
 ) -> int:
     """As many as the memory holds, but none that no request could ever use.
 
-    longest: blocks of the longest request.
+    longest: blocks of the longest request; recent: blocks that all running requests keep rows for,
+    which the default memory grows to hold: with less of them requests would run one by one.
     """
     memory_mb = config.kv_memory_mb or DEFAULT_KV_MEMORY_MB
     useful = range(1, config.max_running * longest + 1)
     num_blocks = bisect_right(useful, memory_mb << 20, key=num_bytes)
+    if config.kv_memory_mb is None and recent is not None:
+        num_blocks = max(num_blocks, min(recent, len(useful)))
     if not num_blocks:
         raise StartupError(
             f"a KV cache of one block, {block_size} tokens, takes {num_bytes(1)} bytes, more than "

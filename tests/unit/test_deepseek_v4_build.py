@@ -18,6 +18,7 @@ from drafter_svc import build as drafter_build
 from drafter_svc import planning as drafter_planning
 from drafter_svc.build import LoadedDrafter
 from drafter_svc.config import DrafterConfig
+from verifier_svc import kv_sizing
 from verifier_svc.build import build_service
 from verifier_svc.config import VerifierConfig
 from verifier_svc.planning import decide
@@ -97,6 +98,19 @@ def test_a_long_context_takes_entries_only(folder: Path, form: str, width: int) 
     assert (runner._kv.num_blocks, runner._kv.num_slots) == (256, (4 + 32) * 16)
     assert runner.features.width == width
     assert runner.features.num_bytes == runner._kv.num_slots * width * 2
+
+
+def test_the_default_memory_holds_the_windows_of_all_running_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Released sizes: one request's window rows take more than a quarter of the usual default."""
+    monkeypatch.setattr(kv_sizing, "DEFAULT_KV_MEMORY_MB", 1)
+    flags = ["--model", folder, "--max-running", "16", "--max-batch-tokens", "64"]
+    default = verifier(*flags)._engine._runner._kv
+    assert default.num_blocks == 16 * 4 + 64 // 16
+    assert default.num_bytes > 1 << 20
+    asked = verifier(*flags, "--kv-memory-mb", "1")._engine._runner._kv
+    assert asked.num_blocks < default.num_blocks and asked.num_bytes <= 1 << 20
 
 
 def test_a_dense_drafter_config_is_no_v4_drafter(folder: Path, tmp_path: Path) -> None:
