@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.errors import StartupError
+from common.errors import RankLost, StartupError
 
 ENV_PREFIX = "DSPARK_"
 EXIT_BAD_SETTINGS = 2
+# What torchrun sets for every process; the last two are where the processes meet.
+_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 T = TypeVar("T")
 
@@ -116,6 +118,35 @@ def limit_threads(num_threads: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The place of this process among those that torchrun started; the default: it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # on this machine
+
+
+def torchrun_world(environ: Mapping[str, str] | None = None) -> World:
+    """Reads torchrun's environment. Raises StartupError if there is only a part of it."""
+    environ = os.environ if environ is None else environ
+    size = environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return World()
+    missing = [name for name in _TORCHRUN if name not in environ]
+    if missing:
+        raise StartupError(
+            f"WORLD_SIZE is {size} but {', '.join(missing)} is not set; start all ranks with "
+            "torchrun --nproc-per-node N -m ..., or unset WORLD_SIZE to run alone"
+        )
+    try:
+        return World(int(environ["RANK"]), int(size), int(environ["LOCAL_RANK"]))
+    except ValueError as error:
+        raise StartupError(
+            f"WORLD_SIZE, RANK, LOCAL_RANK must be whole numbers ({error}); let torchrun set them"
+        ) from error
+
+
 def cache_dir() -> Path:
     """Where converted models are kept: the user's cache folder, as XDG has it. Not created here."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -126,10 +157,10 @@ def run(prog: str, start: Callable[[], None]) -> int:
     """Runs an entry point, returns its exit code; a StartupError is one line on stderr and 2."""
     try:
         start()
-    except StartupError as error:
+    except (StartupError, RankLost) as error:
         line = " ".join(error.message.split())
         sys.stderr.write(f"{prog}: {line}\n")
-        return EXIT_BAD_SETTINGS
+        return EXIT_BAD_SETTINGS if isinstance(error, StartupError) else 1
     except KeyboardInterrupt:
         return 130  # the shell's code for death by SIGINT
     return 0

@@ -1,18 +1,61 @@
 """The device that a setting names, checked before anything is loaded onto it. Knows no model."""
 
+import resource
+
 import torch
 
 from common.errors import StartupError
 
 
-def device_of(name: str) -> torch.device:
-    """The device of `--device name`. Raises StartupError if torch does not know or have it."""
+def device_of(name: str, local_rank: int | None = None) -> torch.device:
+    """The device of `--device name`. Raises StartupError if torch does not know or have it.
+
+    local_rank: of this process among those that share the machine's devices and the work, each of
+    which takes the CUDA device of that number; None when it works alone.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise StartupError(f"--device {name!r} is unknown; use cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
         raise StartupError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
-    return device
+    if local_rank is None:
+        return device
+    if device.index is not None:
+        raise StartupError(
+            f"--device {name} names one device for all ranks; use --device cuda, and each rank "
+            "takes the device of its number"
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise StartupError(
+            f"local rank {local_rank} has no device: {torch.cuda.device_count()} are visible; "
+            "lower --nproc-per-node or make more visible"
+        )
+    return torch.device("cuda", local_rank)
+
+
+class PeakMemory:
+    """How far memory rose above where it stood when this was made.
+
+    On CUDA what torch allocated on the device, elsewhere the resident memory of the process, pages
+    of mapped files that were read included.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = self._peak()
+
+    def num_bytes(self) -> int:
+        """Growth until now."""
+        return self._peak() - self._before
+
+    def _peak(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -82,3 +82,9 @@ class ConfigError(StartupError):
         super().__init__(message)
         self.code = code
         self.hints = hints
+
+
+class RankLost(DsparkError):
+    """One of the ranks that compute a model together died or hangs; all end, with exit code 1."""
+
+    status = "UNAVAILABLE"

@@ -4,10 +4,11 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from common.config import limit_threads, parse, run, unread_variables
+from common.config import limit_threads, parse, run, torchrun_world, unread_variables
 from common.logs import fields, setup
+from common.parallel import Parallel, joined
 from drafter_svc.config import DrafterConfig
-from drafter_svc.planning import decide
+from drafter_svc.planning import Decision, decide
 
 if TYPE_CHECKING:
     from common.telemetry import Telemetry
@@ -27,9 +28,23 @@ def _start() -> None:
     config = parse(DrafterConfig, prog=PROG, description="Serves a DSpark drafter to verifiers.")
     setup("drafter", config.service.log_format, config.service.log_level)
     limit_threads(config.service.threads)  # before torch is imported
+    world, decision = torchrun_world(), decide(config)
+    if world.size > 1:
+        from common.models.drafters import check_ranks  # imports torch
+
+        check_ranks(config.model, config.target_model, world.size)
+    with joined(world, config.device) as parallel:
+        if parallel.rank == 0:
+            _serve(config, decision, parallel)
+        else:
+            from drafter_svc.build import follow
+
+            follow(config, parallel)
+
+
+def _serve(config: DrafterConfig, decision: Decision, parallel: Parallel) -> None:
     for name in unread_variables(DrafterConfig):
         log.warning("environment variable is not a setting", extra=fields(name=name))
-    decision = decide(config)
     for level, line in decision.lines():
         log.log(level, line)
 
@@ -41,8 +56,7 @@ def _start() -> None:
     built: list[DrafterService] = []
 
     def build(telemetry: "Telemetry") -> "DrafterService":
-        drafter = load(config, decision)
-        log.info("drafter loaded", extra=fields(report=drafter.report.to_json()))
+        drafter = load(config, decision, parallel)
         built.append(
             DrafterService(
                 drafter,

@@ -1,5 +1,6 @@
 """From settings and the configs' decision to a loaded drafter: read the weights, size the KV."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +9,13 @@ from common.contract import Contract
 from common.device import device_of
 from common.errors import StartupError
 from common.loading.safetensors_files import LoadReport
+from common.logs import fields
 from common.models.contracts import contract_of
 from common.models.drafters import load_drafter
 from common.models.interfaces import DraftModel, KVCache
+from common.models.ranks import follow_drafter
 from common.models.registry import read_target_config
+from common.parallel import ALONE, Parallel, leave_signals_to_rank_0
 from common.tensors import DTYPES
 from drafter_svc.config import DrafterConfig
 from drafter_svc.engine import DraftEngine
@@ -19,6 +23,8 @@ from drafter_svc.planning import Decision
 from drafter_svc.sessions import Limits, SessionTable
 
 DEFAULT_KV_MEMORY_MB = 256
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,9 @@ class LoadedDrafter:
     report: LoadReport
 
 
-def load(config: DrafterConfig, decision: Decision) -> LoadedDrafter:
-    """Raises StartupError (LoadError) with what is wrong and the way out."""
-    device = device_of(config.device)
-    torch.set_num_threads(config.service.threads)
-    model, report = load_drafter(config.model, config.target_model, DTYPES[config.dtype], device)
+def load(config: DrafterConfig, decision: Decision, parallel: Parallel = ALONE) -> LoadedDrafter:
+    """Raises StartupError (LoadError) with what is wrong and the way out. parallel: as rank 0."""
+    model, report = _load(config, parallel)
     target = read_target_config(config.target_model)
     kv, window = _new_kv(model, config), model.config.context_window
     longest = target.max_context_len
@@ -59,6 +63,31 @@ def load(config: DrafterConfig, decision: Decision) -> LoadedDrafter:
         verdict_json=decision.to_json(),
         report=report,
     )
+
+
+def follow(config: DrafterConfig, parallel: Parallel) -> None:
+    """What a rank other than 0 does from start to end: its part of every block.
+
+    Raises StartupError, and RankLost when another rank ends without a word.
+    """
+    model, _ = _load(config, parallel)
+    leave_signals_to_rank_0()
+    follow_drafter(model, parallel)
+
+
+def _load(config: DrafterConfig, parallel: Parallel) -> tuple[DraftModel, LoadReport]:
+    device = device_of(config.device, parallel.local_rank)
+    torch.set_num_threads(config.service.threads)
+    dtype = DTYPES[config.dtype]
+    model, report = load_drafter(config.model, config.target_model, dtype, device, parallel)
+    facts = fields(
+        rank=report.rank,
+        num_bytes=report.num_bytes,
+        peak_bytes=report.peak_bytes,
+        report=report.to_json(),
+    )
+    log.info("drafter loaded", extra=facts)
+    return model, report
 
 
 def _new_kv(model: DraftModel, config: DrafterConfig) -> KVCache:

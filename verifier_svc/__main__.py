@@ -3,12 +3,13 @@
 import logging
 import sys
 
-from common.config import limit_threads, parse, run, unread_variables
+from common.config import limit_threads, parse, run, torchrun_world, unread_variables
 from common.logs import fields, setup
+from common.parallel import Parallel, joined
 from common.server import Service, serve
 from common.telemetry import Telemetry
 from verifier_svc.config import VerifierConfig
-from verifier_svc.planning import decide
+from verifier_svc.planning import Decision, decide
 from verifier_svc.service import VerifierService
 
 PROG = "dspark-verifier"
@@ -28,16 +29,30 @@ def _start() -> None:
     )
     limit_threads(config.service.threads)
     setup("verifier", config.service.log_format, config.service.log_level)
+    world, decision = torchrun_world(), decide(config)
+    if world.size > 1:
+        from common.models.registry import check_ranks  # imports torch
+
+        check_ranks(config.model, world.size)
+    with joined(world, config.device) as parallel:
+        if parallel.rank == 0:
+            _serve(config, decision, parallel)
+        else:
+            from verifier_svc.build import follow
+
+            follow(config, parallel)
+
+
+def _serve(config: VerifierConfig, decision: Decision, parallel: Parallel) -> None:
     if unread := unread_variables(VerifierConfig):
         log.warning("variables that no setting reads", extra=fields(names=", ".join(unread)))
-    decision = decide(config)
     for level, line in decision.lines():
         log.log(level, line)
 
     def build(telemetry: Telemetry) -> Service:
         from verifier_svc.build import build_service  # imports torch
 
-        return build_service(config, decision, telemetry)
+        return build_service(config, decision, telemetry, parallel)
 
     serve(
         config.service,

@@ -5,6 +5,7 @@ event loop, before the server starts.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import torch
@@ -12,11 +13,15 @@ import torch
 from common.contract import Contract
 from common.device import device_of
 from common.errors import StartupError
+from common.loading.safetensors_files import LoadReport
 from common.loading.tokenizer import StreamDecoder, Tokenizer
+from common.logs import fields
 from common.models.contracts import read_contract
 from common.models.drafters import load_projector
-from common.models.interfaces import KVCache, Numerics, TargetFacts
+from common.models.interfaces import KVCache, Numerics, Target, TargetFacts
+from common.models.ranks import follow_target
 from common.models.registry import load_target, read_target_config
+from common.parallel import ALONE, Parallel, leave_signals_to_rank_0
 from common.telemetry import Telemetry
 from common.tensors import DTYPES
 from verifier_svc.admission import Admission, Limits
@@ -37,12 +42,14 @@ from verifier_svc.scheduler import Scheduler, SchedulerLimits
 from verifier_svc.service import ModelInfo, VerifierService
 from verifier_svc.verify_len import VerifyLength, load_sts
 
+log = logging.getLogger(__name__)
+
 
 def build_service(
-    config: VerifierConfig, decision: Decision, telemetry: Telemetry
+    config: VerifierConfig, decision: Decision, telemetry: Telemetry, parallel: Parallel = ALONE
 ) -> VerifierService:
-    """Raises StartupError; cheap checks come before the weights are read."""
-    device = device_of(config.device)
+    """Raises StartupError; cheap checks come before the weights are read. parallel: as rank 0."""
+    device = device_of(config.device, parallel.local_rank)
     torch.set_num_threads(config.service.threads)
     tokenizer = Tokenizer(config.model)
     max_drafts = decision.max_drafts if config.drafter is not None else 0
@@ -53,8 +60,7 @@ def build_service(
     target = read_target_config(config.model)
     max_context_len = _max_context_len(config, target)
     block_size = kv_block_size(config, target)
-    numerics: Numerics = "batch_invariant" if config.batch_invariant else "fast"
-    model, report = load_target(config.model, DTYPES[config.dtype], device, numerics)
+    model, report = _load(config, device, parallel)
 
     width = 0 if contract is None else _feature_width(config, contract)
     row_bytes = width * DTYPES[_feature_dtype(config)].itemsize
@@ -95,6 +101,33 @@ def build_service(
     )
     to_loop.deliver = service.deliver
     return service
+
+
+def follow(config: VerifierConfig, parallel: Parallel) -> None:
+    """What a rank other than 0 does from start to end: its part of every forward.
+
+    Raises StartupError, and RankLost when another rank ends without a word.
+    """
+    torch.set_num_threads(config.service.threads)
+    model, _ = _load(config, device_of(config.device, parallel.local_rank), parallel)
+    leave_signals_to_rank_0()
+    follow_target(model, parallel)
+
+
+def _load(
+    config: VerifierConfig, device: torch.device, parallel: Parallel
+) -> tuple[Target, LoadReport]:
+    numerics: Numerics = "batch_invariant" if config.batch_invariant else "fast"
+    dtype = DTYPES[config.dtype]
+    model, report = load_target(config.model, dtype, device, numerics, parallel)
+    facts = fields(
+        rank=report.rank,
+        num_bytes=report.num_bytes,
+        peak_bytes=report.peak_bytes,
+        report=report.to_json(),
+    )
+    log.info("target loaded", extra=facts)
+    return model, report
 
 
 class _Relay:

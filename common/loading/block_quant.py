@@ -18,16 +18,24 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_E2M1, *(-value for value in _E2M1))
 
 
-def dequantise_fp8(name: str, codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """codes [out, in] e4m3, scales [ceil(out / rows), ceil(in / cols)] E8M0 -> float32 [out, in].
+def dequantise_fp8(
+    name: str,
+    codes: Tensor,
+    scales: Tensor,
+    block: tuple[int, int],
+    first: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """codes [out, in] e4m3, E8M0 scales of all blocks that they touch -> float32 [out, in].
 
-    block: rows and columns that share a scale; the last block of an axis may be smaller.
+    block: rows and columns that share a scale; the last block of an axis may be smaller. first:
+    where in their first block the codes begin, as a slice of a larger matrix need not start on a
+    border.
     """
     _check(name, codes, torch.float8_e4m3fn)
-    rows, cols = codes.shape
+    rows, cols = (start + size for start, size in zip(first, codes.shape, strict=True))
     factors = _e8m0(name, scales, (-(-rows // block[0]), -(-cols // block[1])))
-    factors = factors.repeat_interleave(block[0], 0)[:rows]
-    return codes.float() * factors.repeat_interleave(block[1], 1)[:, :cols]
+    factors = factors.repeat_interleave(block[0], 0)[first[0] : rows]
+    return codes.float() * factors.repeat_interleave(block[1], 1)[:, first[1] : cols]
 
 
 def dequantise_mxfp4(name: str, codes: Tensor, scales: Tensor) -> Tensor:

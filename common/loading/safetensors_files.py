@@ -1,8 +1,8 @@
 """Reads a checkpoint's safetensors, one named tensor at a time, and accounts for all of them.
 
 Safetensors only, single file or shards with an index. Whoever builds a model takes the tensors it
-needs, says which others it leaves out on purpose, and `finish` refuses anything left over. Knows no
-model.
+needs, or slices of them, says which others it leaves out on purpose, and `finish` refuses anything
+left over. Knows no model.
 """
 
 import json
@@ -15,16 +15,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.device import PeakMemory
 from common.errors import LoadError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}
+Part = tuple[slice, ...]  # which slice of a tensor, with start and stop, axis by axis
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read. `num_bytes` as stored; `ignored`: present, known to be unneeded, left out."""
+    """What was read. `num_bytes` as stored; `ignored`: present, known to be unneeded, left out.
+
+    With several ranks: of this one. `num_elsewhere`: tensors that other ranks read alone.
+    """
 
     path: str
     num_tensors: int
@@ -33,6 +38,10 @@ class LoadReport:
     seconds: float
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    peak_bytes: int = 0  # how far memory rose meanwhile, see PeakMemory
+    rank: int = 0
+    num_elsewhere: int = 0
+    peak_bytes_of_ranks: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -63,11 +72,12 @@ class Checkpoint:
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.path, self.dtype, self.device = path, dtype, device
-        self._started = time.perf_counter()
+        self._started, self._memory = time.perf_counter(), PeakMemory(device)
         self._files = {name: _open(path / name) for name in self._file_names()}
         self._where = self._locate()
         self._taken: set[str] = set()
         self._ignored: set[str] = set()
+        self._elsewhere: set[str] = set()
         self._notes: list[str] = []
         self._num_bytes = 0
         self._dtypes: dict[str, int] = {}
@@ -75,9 +85,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The float tensor `name`. LoadError if it is missing, misshapen or not floating point."""
-        stored = self._read(name, shape)
+    def take(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The float tensor `name`, or a part of it. LoadError if it is missing, of another shape as
+        a whole, or not floating point.
+        """
+        stored = self._read(name, shape, part)
         if stored.dtype not in FLOATS:
             raise LoadError(
                 f"{self.path}: tensor {name!r} is {_plain(stored.dtype)}; only bf16, fp16 and fp32 "
@@ -105,7 +117,7 @@ class Checkpoint:
 
     def finish(self) -> LoadReport:
         """Raises LoadError naming every tensor that nobody took or ignored."""
-        unexpected = sorted(set(self._where) - self._taken - self._ignored)
+        unexpected = sorted(set(self._where) - self._taken - self._ignored - self._elsewhere)
         if unexpected:
             shown = ", ".join(repr(name) for name in unexpected[:8])
             more = f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
@@ -121,20 +133,24 @@ class Checkpoint:
             round(time.perf_counter() - self._started, 3),
             tuple(sorted(self._ignored)),
             tuple(self._notes),
+            self._memory.num_bytes(),
+            num_elsewhere=len(self._elsewhere),
         )
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         if name not in self._where:
             raise LoadError(
                 f"{self.path}: tensor {name!r} {list(shape)} is missing; the checkpoint is "
                 "incomplete or its config.json belongs to another one"
             )
-        tensor: Tensor = self._where[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        file = self._where[name]
+        stored = file.get_slice(name)
+        if tuple(stored.get_shape()) != shape:
             raise LoadError(
-                f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, its config.json "
-                f"asks for {list(shape)}"
+                f"{self.path}: tensor {name!r} has shape {list(stored.get_shape())}, its "
+                f"config.json asks for {list(shape)}"
             )
+        tensor: Tensor = file.get_tensor(name) if part is None else stored[part]
         if name not in self._taken:
             self._taken.add(name)
             self._num_bytes += tensor.numel() * tensor.element_size()

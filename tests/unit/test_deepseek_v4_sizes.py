@@ -1,7 +1,8 @@
 """What the model asks for at the released sizes adds up to the published files, byte for byte.
 
 Builds both halves on the meta device with a ledger in the place of a checkpoint. Tensor counts and
-payload bytes are those of public release records of Flash-0731 and Pro-0813.
+payload bytes are those of public release records of Flash-0731 and Pro-0813. Split over ranks, what
+all of them ask for is the file again, and what they have in common once per rank.
 """
 
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import Tensor
 from common.models.deepseek_v4.config import deepseek_v4_config
 from common.models.deepseek_v4.drafter import DeepseekV4DrafterConfig, DSparkV4
 from common.models.deepseek_v4.model import DeepseekV4Target
+from common.models.deepseek_v4.shards import Shards
 from common.models.deepseek_v4.weights import DeepseekV4Weights
+from common.parallel import Parallel
 from common.testing import configs
 
 YARN = {
@@ -67,9 +70,10 @@ RELEASES = {
 class Ledger(DeepseekV4Weights):
     """Counts what is asked for, in the dtypes that released files have; hands out meta tensors."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, rank: int = 0, num_ranks: int = 1) -> None:
         self.config, self.dtype, self.device = config, torch.bfloat16, "meta"
-        self.num_tensors = self.num_bytes = 0
+        self.shards = Shards(config, Parallel(rank, num_ranks))
+        self.num_tensors = self.num_bytes = self.num_split_bytes = 0
 
     def book(self, num_bytes: int, num_tensors: int = 1) -> None:
         self.num_bytes += num_bytes
@@ -78,31 +82,57 @@ class Ledger(DeepseekV4Weights):
     def has(self, name: str, shard: int | None = None) -> bool:
         return True
 
+    def leave(self, name: str, shard: int | None = None) -> None:
+        pass
+
     def tensor(self, name: str, shape: tuple[int, ...], shard: int | None = None) -> Tensor:
         value = torch.empty(shape, device="meta")
         self.book(value.numel() * (2 if name.endswith(".weight") else 4))
         return value
 
-    float32 = tensor
+    def float32(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Tensor:
+        before = self.num_bytes
+        value = self.tensor(name, shape if rows is None else (len(rows), *shape[1:]))
+        self.num_split_bytes += 0 if rows is None else self.num_bytes - before
+        return value
 
     def ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         value = torch.zeros(shape, dtype=torch.int64)
         self.book(value.numel() * 8)
         return value
 
-    def matrix(self, name: str, shape: tuple[int, int], shard: int | None = None) -> Tensor:
-        rows, cols = shape
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        shard: int | None = None,
+        only_rows: range | None = None,
+        only_cols: range | None = None,
+    ) -> Tensor:
+        before = self.num_bytes
+        rows, cols = (
+            size if only is None else len(only)
+            for size, only in zip(shape, (only_rows, only_cols), strict=True)
+        )
         if ".ffn.experts." in name:
             self.book(rows * cols // 2 + rows * cols // 32, 2)
         elif name.endswith(".weights_proj"):
             self.book(rows * cols * 2)
         else:
             self.book(rows * cols + -(-rows // 128) * -(-cols // 128), 2)
-        return torch.empty(shape, device="meta")
+        if only_rows or only_cols or ".ffn.experts." in name:
+            self.num_split_bytes += self.num_bytes - before
+        return torch.empty((rows, cols), device="meta")
 
-    def linear(self, cols: int, *parts: tuple[str, int | None, int]) -> Any:
+    def linear(
+        self,
+        cols: int,
+        *parts: tuple[str, int | None, int],
+        only_rows: range | None = None,
+        only_cols: range | None = None,
+    ) -> Any:
         for name, shard, rows in parts:
-            self.matrix(name, (rows, cols), shard)
+            self.matrix(name, (rows, cols), shard, only_rows, only_cols)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -116,3 +146,26 @@ def test_both_halves_add_up_to_the_release(release: str) -> None:
     DSparkV4(DeepseekV4DrafterConfig(config, 3, 5, taps, 128799, raw["dspark_markov_rank"]), ledger)
     embedding_and_head = 2 * config.vocab_size * config.hidden_size * 2
     assert (ledger.num_tensors - 2, ledger.num_bytes - embedding_and_head) == drafter
+
+
+@pytest.mark.parametrize(("release", "num_ranks"), [("flash-0731", 8), ("pro-0813", 16)])
+def test_what_the_ranks_split_adds_up_to_the_whole(release: str, num_ranks: int) -> None:
+    """Pro has 24 blocks in its shared expert: of 16 ranks 12 hold two of them, 4 none."""
+    config = deepseek_v4_config(Path(release), RELEASES[release][0])
+
+    def ledger(rank: int, num_ranks: int) -> Ledger:
+        made = Ledger(config, rank, num_ranks)
+        DeepseekV4Target(config, made)
+        return made
+
+    whole, ranks = ledger(0, 1), [ledger(rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(rank.num_split_bytes for rank in ranks) == whole.num_split_bytes
+    # Nearly all is split, so a rank holds little more than its share.
+    assert whole.num_split_bytes > 0.97 * whole.num_bytes
+    assert max(rank.num_bytes for rank in ranks) < whole.num_bytes / num_ranks * 1.4
+    head = config.vocab_size * config.hidden_size * 2
+    assert ranks[0].num_bytes - ranks[0].num_split_bytes == (
+        ranks[-1].num_bytes - ranks[-1].num_split_bytes + head
+    )
+    channels = [len(rank.shards.shared_channels) for rank in ranks]
+    assert channels == ([256] * 8 if num_ranks == 8 else [256] * 12 + [0] * 4)

@@ -31,19 +31,25 @@ class Attention:
         compression: Compression | None,
     ) -> None:
         """prefix: e.g. `model.layers.0.attn.`."""
-        self.config = config
+        self.config, own = config, weights.shards
+        self.parallel = own.parallel
         d, heads, size = config.hidden_size, config.num_heads, config.head_dim
         groups, low = config.o_groups, config.o_lora_rank
         fused = f"{prefix}fused_wqa_wkv"
         self.wq_a = weights.linear(d, (fused, 0, config.q_lora_rank))
         self.wkv = weights.linear(d, (fused, 1, size))
         self.q_norm = weights.norm(f"{prefix}q_norm", config.q_lora_rank)
-        self.wq_b = weights.linear(config.q_lora_rank, (f"{prefix}wq_b", None, heads * size))
+        self.wq_b = weights.linear(
+            config.q_lora_rank, (f"{prefix}wq_b", None, heads * size), only_rows=own.head_rows
+        )
         self.kv_norm = weights.norm(f"{prefix}kv_norm", size)
-        self.sink = weights.float32(f"{prefix}attn_sink", (heads,))
-        wo_a = weights.matrix(f"{prefix}wo_a", (groups * low, heads * size // groups))
-        self.wo_a = wo_a.unflatten(0, (groups, low)).transpose(1, 2)
-        self.wo_b = weights.linear(groups * low, (f"{prefix}wo_b", None, d))
+        self.sink = weights.float32(f"{prefix}attn_sink", (heads,), own.heads)
+        shape = (groups * low, heads * size // groups)
+        wo_a = weights.matrix(f"{prefix}wo_a", shape, only_rows=own.group_rows)
+        self.wo_a = wo_a.unflatten(0, (-1, low)).transpose(1, 2)
+        self.wo_b = weights.linear(
+            groups * low, (f"{prefix}wo_b", None, d), only_cols=own.group_rows
+        )
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if compression is not None:
@@ -63,9 +69,9 @@ class Attention:
         places = places.where(exists, step.slots[:, None])
         attend = attend_apart if step.apart else attend_tiled
         out = attend(q, state.rows, places, exists, self.sink)
-        out = rotate_back(out, turn).reshape(x.shape[0], self.config.o_groups, -1)
+        out = rotate_back(out, turn).reshape(x.shape[0], self.wo_a.shape[0], -1)
         low = torch.bmm(out.transpose(0, 1), self.wo_a).transpose(0, 1)
-        return self.wo_b(low.reshape(x.shape[0], -1))
+        return self.parallel.sum(self.wo_b(low.reshape(x.shape[0], -1)), in_rank_order=step.apart)
 
     def key_rows(self, x: Tensor, turn: Rotation) -> Tensor:
         """Key-value rows [T, head_dim] of x [T, d]."""

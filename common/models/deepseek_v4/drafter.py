@@ -4,7 +4,8 @@ Context rows come from the target's taps alone: main_proj + main_norm once per t
 stage's own key projection, past its norms and hyper-connections. A block is the anchor and noise
 tokens; each of its rows sees the last `sliding_window` context rows and the whole block. The row
 of the anchor predicts the first draft. Confidences look at rows before the final norm, logits at
-rows after it. Knows sessions only as slots, samples nothing.
+rows after it. Several ranks share the stages; what is before and behind them is rank 0's. Knows
+sessions only as slots, samples nothing.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,16 @@ from common.loading.safetensors_files import LoadReport, read_json
 from common.models.deepseek_v4.cache import DeepseekV4Cache
 from common.models.deepseek_v4.config import DeepseekV4Config, deepseek_v4_config
 from common.models.deepseek_v4.mhc import HyperHead
-from common.models.deepseek_v4.model import Layer, rotaries_of, streams_of
+from common.models.deepseek_v4.model import Layer, head_of, rotaries_of, streams_of
 from common.models.deepseek_v4.step import Places, Step, step_of
 from common.models.deepseek_v4.weights import DeepseekV4Weights
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.linear import Linear
+from common.parallel import ALONE, Parallel
+
+_MAIN_PROJ, _MAIN_NORM = "model.main_proj", "model.main_norm"
+_W1, _W2 = "model.markov_head.markov_w1", "model.markov_head.markov_w2"
+_CONFIDENCE = "model.confidence_head.proj"
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,8 @@ class FeatureProjector:
 
     def __init__(self, config: DeepseekV4DrafterConfig, weights: DeepseekV4Weights) -> None:
         width = config.model.hidden_size
-        self.proj = weights.linear(config.feature_width, ("model.main_proj", None, width))
-        self.norm = weights.norm("model.main_norm", width)
+        self.proj = weights.linear(config.feature_width, (_MAIN_PROJ, None, width))
+        self.norm = weights.norm(_MAIN_NORM, width)
 
     @torch.inference_mode()
     def __call__(self, rows: Tensor) -> Tensor:
@@ -139,25 +145,32 @@ class DSparkV4:
     def __init__(self, config: DeepseekV4DrafterConfig, weights: DeepseekV4Weights) -> None:
         self.config = config
         self.dtype, self.device = weights.dtype, torch.device(weights.device)
-        model, rank = config.model, config.markov_rank
-        d, vocab = model.hidden_size, model.vocab_size
-        self.project = FeatureProjector(config, weights)
-        self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocab, d))
+        model = config.model
+        d = model.hidden_size
+        self.embed_tokens = weights.tensor("model.embed_tokens.weight", (model.vocab_size, d))
         self.stages = [
             Layer(model, weights, f"model.layers.{i}.", None, by_token_id=False)
             for i in range(config.num_stages)
         ]
         self.hc_head = HyperHead(model, weights)
         self.norm = weights.norm("model.norm", d)
-        self.lm_head = Linear(weights.float32("lm_head.weight", (vocab, d)))
-        markov = "model.markov_head.markov_"
-        self.w1 = weights.float32(f"{markov}w1.weight", (vocab, rank))
-        self.w2 = Linear(weights.float32(f"{markov}w2.weight", (vocab, rank)))
-        self.confidence_proj: Tensor | None = None
-        name = "model.confidence_head.proj.weight"
-        if weights.has(name):  # early files have none
-            self.confidence_proj = weights.float32(name, (1, d + rank))
         self.rotaries = rotaries_of(model, self.device)
+        self.lm_head = head_of(weights)  # None: another rank's, and so are the next four
+        self.confidence_proj: Tensor | None = None
+        if weights.shards.leads:
+            self._lead(config, weights)
+        else:
+            for name in (_MAIN_PROJ, _MAIN_NORM, _W1, _W2, _CONFIDENCE):
+                weights.leave(name)
+
+    def _lead(self, config: DeepseekV4DrafterConfig, weights: DeepseekV4Weights) -> None:
+        table = (config.vocab_size, config.markov_rank)
+        self.project = FeatureProjector(config, weights)
+        self.w1 = weights.float32(f"{_W1}.weight", table)
+        self.w2 = Linear(weights.float32(f"{_W2}.weight", table))
+        if weights.has(f"{_CONFIDENCE}.weight"):  # early files have none
+            shape = (1, config.model.hidden_size + config.markov_rank)
+            self.confidence_proj = weights.float32(f"{_CONFIDENCE}.weight", shape)
 
     def new_kv(self, num_blocks: int, kv_block_size: int) -> DeepseekV4Cache:
         """A context cache that fits this drafter: one row per stage and slot."""
@@ -196,8 +209,8 @@ class DSparkV4:
         which are overwritten. Of the context, the last `sliding_window` rows are looked at.
 
         Returns hidden [R, num_drafts, d] (before the final norm) and base logits
-        [R, num_drafts, vocab] float32, before any Markov bias. All B rows run whatever num_drafts
-        is: they see each other, as in training.
+        [R, num_drafts, vocab] float32, before any Markov bias; on ranks other than 0, which have no
+        head, no logits. All B rows run whatever num_drafts is: they see each other, as in training.
         """
         num_requests, rows = anchor_ids.shape[0], self.config.block_size
         assert 1 <= num_drafts <= rows, f"num_drafts {num_drafts} outside 1..{rows}"
@@ -217,8 +230,10 @@ class DSparkV4:
         hidden = self.hc_head(
             h.view(num_requests, rows, *h.shape[1:])[:, :num_drafts].flatten(0, 1)
         )
-        logits = self.lm_head(self.norm(hidden).float())
         shape = (num_requests, num_drafts, -1)
+        if self.lm_head is None:
+            return hidden.view(shape), hidden.new_empty(0)
+        logits = self.lm_head(self.norm(hidden).float())
         return hidden.view(shape), logits.view(shape)
 
     def start_state(self, num_requests: int) -> None:
@@ -261,15 +276,16 @@ def load_deepseek_v4_drafter(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     target_path: Path | None = None,
+    parallel: Parallel = ALONE,
 ) -> tuple[DSparkV4, LoadReport]:
     """The drafter alone: `mtp.*`, embedding and head, and only the shards that hold them.
 
-    target_path: see `drafter_config`; no tensor is read there.
+    target_path: see `drafter_config`; no tensor is read there. parallel: of it, this rank's slices.
     LoadError for a tensor or scale that is missing, left over, misshapen or in another stage than
     it belongs to; ConfigError for DSpark keys that cannot work.
     """
     config = drafter_config(Path(path), target_path)
-    weights = _weights(Path(path), config, dtype, device)
+    weights = _weights(Path(path), config, dtype, device, parallel)
     with torch.inference_mode():
         model = DSparkV4(config, weights)
     return model, weights.finish()
@@ -288,9 +304,13 @@ def load_deepseek_v4_projector(
 
 
 def _weights(
-    path: Path, config: DeepseekV4DrafterConfig, dtype: torch.dtype, device: torch.device | str
+    path: Path,
+    config: DeepseekV4DrafterConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parallel: Parallel = ALONE,
 ) -> DeepseekV4Weights:
-    weights = DeepseekV4Weights(path, config.model, "drafter", dtype, device)
+    weights = DeepseekV4Weights(path, config.model, "drafter", dtype, device, parallel)
     problems = name_problems(weights.names, expert_dtype=config.model.expert_dtype)
     if problems:
         raise LoadError(f"{path}: {'; '.join(problems[:3])}; download it again")

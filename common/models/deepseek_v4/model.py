@@ -76,7 +76,7 @@ class DeepseekV4Target:
         ]
         self.hc_head = HyperHead(config, weights)
         self.norm = weights.norm("model.norm", config.hidden_size)
-        self.lm_head = Linear(weights.float32("lm_head.weight", vocab))
+        self.lm_head = head_of(weights)  # None: another rank's
         self.rotaries = rotaries_of(config, self.device)
 
     def num_recent_blocks(
@@ -128,6 +128,7 @@ class DeepseekV4Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: rows of `forward`, [N, d] -> float32 [N, vocab_size], before any sampling."""
+        assert self.lm_head is not None, "rank 0 alone has the head"
         if self.numerics == "fast":
             return self.lm_head(self.norm(hidden).float())
         parts = [self.lm_head(self.norm(hidden[rows]).float()) for rows in _slices_of(len(hidden))]
@@ -168,6 +169,15 @@ class DeepseekV4Target:
 def rotaries_of(config: DeepseekV4Config, device: torch.device) -> Rotaries:
     """The two rotations that the config asks for."""
     return Rotaries(PairRotary(config.rope, device), PairRotary(config.compress_rope, device))
+
+
+def head_of(weights: DeepseekV4Weights) -> Linear | None:
+    """The head, float32; None on ranks that have none."""
+    name, config = "lm_head.weight", weights.config
+    if weights.shards.leads:
+        return Linear(weights.float32(name, (config.vocab_size, config.hidden_size)))
+    weights.leave(name)
+    return None
 
 
 def streams_of(x: Tensor, hc_mult: int) -> Tensor:

@@ -23,12 +23,16 @@ class Expert:
         gate: tuple[str, int | None],
         up: tuple[str, int | None],
         down: str,
+        channels: range | None = None,
     ) -> None:
-        """gate, up, down: module names; gate and up with their part of a stacked parameter."""
+        """gate, up, down: module names; gate and up with their part of a stacked parameter.
+
+        channels: those of the intermediate layer that are needed; None: all.
+        """
         d, inner = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
-        self.gate_up = weights.linear(d, (*gate, inner), (*up, inner))
-        self.down = weights.linear(inner, (down, None, d))
+        self.gate_up = weights.linear(d, (*gate, inner), (*up, inner), only_rows=channels)
+        self.down = weights.linear(inner, (down, None, d), only_cols=channels)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, d] -> [rows, d]."""
@@ -44,7 +48,8 @@ class MixtureOfExperts:
         self, config: DeepseekV4Config, weights: DeepseekV4Weights, prefix: str, by_token_id: bool
     ) -> None:
         """prefix: e.g. `model.layers.0.ffn.`; by_token_id: a hash layer."""
-        self.config = config
+        self.config, own = config, weights.shards
+        self.parallel = own.parallel
         num_experts, num_chosen = config.num_experts, config.num_experts_per_token
         self.gate = weights.float32(f"{prefix}gate.weight", (num_experts, config.hidden_size))
         self.expert_ids: Tensor | None = None  # [vocab_size, num_chosen]
@@ -58,13 +63,23 @@ class MixtureOfExperts:
                 )
         else:
             self.bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (num_experts,))
-        self.experts = [
-            Expert(config, weights, (f"{name}.w1", None), (f"{name}.w3", None), f"{name}.w2")
-            for name in (f"{prefix}experts.{i}" for i in range(num_experts))
-        ]
-        shared = f"{prefix}shared_experts."
-        stacked = f"{shared}gate_up_proj"
-        self.shared = Expert(config, weights, (stacked, 0), (stacked, 1), f"{shared}down_proj")
+        self.experts: dict[int, Expert] = {}  # this rank's
+        for i in range(num_experts):
+            w1, w2, w3 = (f"{prefix}experts.{i}.{part}" for part in ("w1", "w2", "w3"))
+            if i in own.experts:
+                self.experts[i] = Expert(config, weights, (w1, None), (w3, None), w2)
+            else:
+                for name in (w1, w2, w3):
+                    weights.leave(name)
+        gate_up, down = f"{prefix}shared_experts.gate_up_proj", f"{prefix}shared_experts.down_proj"
+        self.shared: Expert | None = None
+        if own.shared_channels:
+            self.shared = Expert(
+                config, weights, (gate_up, 0), (gate_up, 1), down, own.shared_channels
+            )
+        else:
+            for name, shard in ((gate_up, 0), (gate_up, 1), (down, None)):
+                weights.leave(name, shard)
 
     def __call__(self, x: Tensor, token_ids: Tensor, apart: bool) -> Tensor:
         """x [T, d], token_ids [T] -> [T, d].
@@ -75,13 +90,17 @@ class MixtureOfExperts:
         chosen, weights = self.route(x, token_ids)
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for i in chosen.unique().tolist():
+            if i not in self.experts:
+                continue
             own = torch.where(chosen == i, weights, 0).sum(1, keepdim=True)
             if apart:
                 mixed += own * self.experts[i](x).float()
             else:
                 rows = own.squeeze(1).nonzero().squeeze(1)
                 mixed.index_add_(0, rows, own[rows] * self.experts[i](x[rows]).float())
-        return (mixed + self.shared(x).float()).to(x.dtype)
+        if self.shared is not None:
+            mixed += self.shared(x).float()
+        return self.parallel.sum(mixed, in_rank_order=apart).to(x.dtype)
 
     def route(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Experts [T, num_chosen] int64 and their weights, float32."""

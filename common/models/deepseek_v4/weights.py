@@ -2,13 +2,14 @@
 
 The model asks by names of the model (those of `common.detect.names`); this file finds the
 checkpoint's tensor and its scales behind them. The format of a matrix follows from how it is stored
-(bf16, fp32, fp8, packed fp4); a scale that is missing, misshapen or left over is an error. Knows no
-layer.
+(bf16, fp32, fp8, packed fp4); a scale that is missing, misshapen or left over is an error. Reads of
+each tensor the slice that is asked for, with the scales that belong to it. Knows no layer.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +19,16 @@ from torch import Tensor
 from common.detect.names import ModelTensor, model_tensor
 from common.errors import LoadError
 from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4, dequantise_nvfp4
-from common.loading.safetensors_files import FLOATS, Checkpoint
+from common.loading.safetensors_files import FLOATS, Checkpoint, LoadReport, Part
 from common.models.deepseek_v4.config import DeepseekV4Config
+from common.models.deepseek_v4.shards import Shards
 from common.nn.block import RMSNorm
 from common.nn.linear import Linear
+from common.parallel import ALONE, Parallel
 
 _EXPERT, _STACKED = re.compile(r"experts\.\d+\.(w[123])"), {"w1": "w13", "w3": "w13", "w2": "w2"}
+# What may be stored for a module.
+_SUFFIXES = ("weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _OUTSIDE_LAYERS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -82,7 +87,9 @@ class DeepseekV4Weights(Checkpoint):
         role: Literal["target", "drafter"],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        parallel: Parallel = ALONE,
     ) -> None:
+        self.shards = Shards(config, parallel)
         self.config, self._is_drafter = config, role == "drafter"
         self._unopened: Counter[str] = Counter()  # file -> tensors that the index places there
         super().__init__(path, dtype, device)
@@ -126,9 +133,10 @@ class DeepseekV4Weights(Checkpoint):
         """An unquantised tensor in the model's dtype."""
         return self.take(self._source(name, shape, shard), shape)
 
-    def float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An unquantised tensor that the model computes with in float32."""
-        stored = self._read(self._source(name, shape), shape)
+    def float32(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Tensor:
+        """An unquantised tensor, or some of its rows, that the model computes with in float32."""
+        part = None if rows is None else (slice(rows.start, rows.stop),)
+        stored = self._read(self._source(name, shape), shape, part)
         if stored.dtype not in FLOATS:
             raise LoadError(
                 f"{self.path}: tensor {name!r} is {stored.dtype}, not bf16, fp16 or fp32"
@@ -143,27 +151,52 @@ class DeepseekV4Weights(Checkpoint):
         """The norm `name`."""
         return RMSNorm(self.tensor(f"{name}.weight", (size,)), self.config.norm_eps)
 
-    def linear(self, cols: int, *parts: tuple[str, int | None, int]) -> Linear:
-        """One layer from parts (module name, part of a stacked parameter or None, rows)."""
+    def linear(
+        self,
+        cols: int,
+        *parts: tuple[str, int | None, int],
+        only_rows: range | None = None,
+        only_cols: range | None = None,
+    ) -> Linear:
+        """One layer from parts (module name, part of a stacked parameter or None, rows).
+
+        only_rows, only_cols: the slice of every part that is needed.
+        """
         return Linear(
-            torch.cat([self.matrix(name, (rows, cols), shard) for name, shard, rows in parts])
+            torch.cat(
+                [
+                    self.matrix(name, (rows, cols), shard, only_rows, only_cols)
+                    for name, shard, rows in parts
+                ]
+            )
         )
 
-    def matrix(self, name: str, shape: tuple[int, int], shard: int | None = None) -> Tensor:
-        """The weight of module `name` [out, in], dequantised where it is stored quantised."""
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        shard: int | None = None,
+        only_rows: range | None = None,
+        only_cols: range | None = None,
+    ) -> Tensor:
+        """The weight of module `name` [out, in], dequantised where it is stored quantised.
+
+        only_rows, only_cols: the slice that is read and returned; packed fp4 is read as a whole.
+        """
         source = self._source(f"{name}.weight", shape, shard)
         stored_dtype = self._where[source].get_slice(source).get_dtype()
         rows, cols = shape
+        part = _part(shape, only_rows, only_cols)
         if stored_dtype in ("BF16", "F16", "F32"):
-            return self.take(source, shape)
+            return self.take(source, shape, part)
         if stored_dtype == "F8_E4M3":
-            codes = self._read(source, shape)
-            high, wide = self.config.weight_block
-            scales = self._scale(
-                name, "weight_scale_inv", (-(-rows // high), -(-cols // wide)), shard
+            return self._fp8(name, source, shape, shard, part)
+        if part is not None:
+            raise LoadError(
+                f"{self.path}: tensor {source!r} is {stored_dtype}; a rank's slice of it can only "
+                "be read from bf16, fp16, fp32 or fp8 e4m3; run on one rank"
             )
-            weight = dequantise_fp8(source, codes, scales, (high, wide))
-        elif self.has(f"{name}.weight_scale_2", shard):
+        if self.has(f"{name}.weight_scale_2", shard):
             codes = self._read(source, (rows, cols // 2))
             scales = self._scale(name, "weight_scale", (rows, cols // 16), shard)
             weight = dequantise_nvfp4(source, codes, scales, self._scalar(name, shard))
@@ -172,6 +205,41 @@ class DeepseekV4Weights(Checkpoint):
             scales = self._scale(name, "weight_scale", (rows, cols // 32), shard)
             weight = dequantise_mxfp4(source, codes, scales)
         return weight.to(device=self.device, dtype=self.dtype)
+
+    def _fp8(
+        self,
+        name: str,
+        source: str,
+        shape: tuple[int, int],
+        shard: int | None,
+        part: Part | None,
+    ) -> Tensor:
+        """Codes and the scales of all blocks that they touch, be it in part."""
+        block = self.config.weight_block
+        whole = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        scale_source = self._source(f"{name}.weight_scale_inv", whole, shard)
+        codes = self._read(source, shape, part)
+        if part is None:
+            scales, first = self._read(scale_source, whole), (0, 0)
+        else:
+            touched = tuple(
+                slice(own.start // size, -(-own.stop // size))
+                for own, size in zip(part, block, strict=True)
+            )
+            scales = self._read(scale_source, whole, touched)
+            first = (part[0].start % block[0], part[1].start % block[1])
+        weight = dequantise_fp8(source, codes, scales, block, first)
+        return weight.to(device=self.device, dtype=self.dtype)
+
+    def leave(self, name: str, shard: int | None = None) -> None:
+        """The module or tensor `name` is another rank's to read."""
+        for whole in (name, *(f"{name}.{suffix}" for suffix in _SUFFIXES)):
+            if (source := self._places.get(ModelTensor(whole, shard))) is not None:
+                self._elsewhere.add(source)
+
+    def finish(self) -> LoadReport:
+        """As Checkpoint has it, for this rank."""
+        return replace(super().finish(), rank=self.shards.parallel.rank)
 
     def _scale(self, name: str, suffix: str, shape: tuple[int, int], shard: int | None) -> Tensor:
         return self._read(self._source(f"{name}.{suffix}", shape, shard), shape)
@@ -193,3 +261,12 @@ class DeepseekV4Weights(Checkpoint):
                 "incomplete, stored in another format, or its config.json belongs to another one"
             )
         return source
+
+
+def _part(shape: tuple[int, int], rows: range | None, cols: range | None) -> Part | None:
+    """None for the whole."""
+    own = tuple(
+        slice(0, size) if only is None else slice(only.start, only.stop)
+        for size, only in zip(shape, (rows, cols), strict=True)
+    )
+    return None if own == (slice(0, shape[0]), slice(0, shape[1])) else own
