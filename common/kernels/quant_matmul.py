@@ -1,0 +1,150 @@
+"""y = x @ W.T with W as the checkpoint stores it: fp8 or packed fp4 codes under block scales.
+
+One form for all formats: scales belong to a row and `group` consecutive inputs of it, so that rows
+can be cut and stacked at will; a block of 128 x 128 repeats its scale in 128 rows, one byte per 128.
+Several matrices of one shape, the experts, may lie in one weight; a plan says which row of x meets
+which of them.
+
+Only the weight is quantised. The released inference code also rounds x to fp8, per row and 128
+inputs, to use fp8 tensor cores; that is a speed-up that other engines leave out or do differently,
+and x as it is gives what multiplying by the dequantised weight gives: that is what the numerics are
+compared with. Here: checks, the reference in torch, the choice of the path. Knows no model.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.loading.block_quant import unpack_fp4
+
+FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+ROWS_PER_TILE = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class QuantWeight:
+    """E matrices [N, K], E = 1 but for experts. All tensors contiguous, on one device."""
+
+    codes: Tensor  # [E, N, K] e4m3, or [E, N, K / 2] uint8: two e2m1 codes, the low nibble first
+    scales: Tensor  # [E, N, ceil(K / group)] E8M0 or e4m3
+    group: int  # inputs that share a scale; a power of two
+    row_factors: Tensor | None = None  # [E, N] float32; multiplies whole rows of W (NVFP4)
+
+    def __post_init__(self) -> None:
+        codes, scales, factors = self.codes, self.scales, self.row_factors
+        said = f"codes {_told(codes)}, scales {_told(scales)}, group {self.group}"
+        assert codes.dim() == 3 and codes.dtype in (FP8, torch.uint8), said
+        assert self.group > 0 and self.group & (self.group - 1) == 0, said
+        assert not self.packed or self.num_inputs % self.group == 0, said
+        shape = (*codes.shape[:2], -(-self.num_inputs // self.group))
+        assert scales.shape == shape and scales.dtype in (FP8, E8M0), f"{said}: needs {shape}"
+        assert codes.is_contiguous() and scales.is_contiguous(), said
+        if factors is not None:
+            assert factors.shape == shape[:2] and factors.dtype == torch.float32, _told(factors)
+            assert factors.is_contiguous(), _told(factors)
+
+    @property
+    def packed(self) -> bool:
+        """Two codes to a byte."""
+        return self.codes.dtype == torch.uint8
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return self.codes.shape[2] * (2 if self.packed else 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of codes, scales and factors."""
+        tensors = [t for t in (self.codes, self.scales, self.row_factors) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def dequantised(self, matrix: int) -> Tensor:
+        """One of the E matrices, float32 [N, K]."""
+        codes = self.codes[matrix]
+        values = unpack_fp4("weight", codes) if self.packed else codes.float()
+        factors = self.scales[matrix].float().repeat_interleave(self.group, 1)
+        values = values * factors[:, : self.num_inputs]
+        return values if self.row_factors is None else values * self.row_factors[matrix][:, None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which matrix each row of the result comes from, sorted into tiles for the kernel."""
+
+    matrix_ids: Tensor  # [R] int64; num_matrices: none of them
+    order: Tensor  # [R] int32: rows, those of one matrix side by side
+    tiles: Tensor  # [num_tiles, 3] int32: matrix, first and end in `order`; empty ones at the end
+    rows_per_tile: int
+
+
+def plan_of(matrix_ids: Tensor, num_matrices: int) -> Plan:
+    """matrix_ids [R] int64; an id outside 0..num_matrices - 1 stands for no matrix: a row of zeros.
+
+    Waits for nothing on the device: all shapes follow from R and num_matrices.
+    """
+    num_rows = len(matrix_ids)
+    size = rows_per_tile(-(-num_rows // num_matrices))
+    foreign = (matrix_ids < 0) | (matrix_ids >= num_matrices)
+    ids = matrix_ids.masked_fill(foreign, num_matrices)
+    counts = torch.zeros(num_matrices + 1, dtype=torch.int64, device=ids.device)
+    counts = counts.scatter_add(0, ids, torch.ones_like(ids))[:-1]
+    num_tiles = (counts + size - 1) // size
+    tile_ends, row_ends = num_tiles.cumsum(0), counts.cumsum(0)
+    # Every matrix in use has at most one tile that is not full.
+    tile = torch.arange(num_rows // size + min(num_matrices, num_rows), device=ids.device)
+    matrix = torch.searchsorted(tile_ends, tile, right=True).clamp(max=num_matrices - 1)
+    first = (row_ends - counts)[matrix] + (tile - (tile_ends - num_tiles)[matrix]) * size
+    end = torch.minimum(first + size, row_ends[matrix])
+    tiles = torch.stack([matrix, torch.minimum(first, end), end], dim=1).to(torch.int32)
+    return Plan(ids, ids.argsort(stable=True).to(torch.int32), tiles, size)
+
+
+def rows_per_tile(num_rows: int) -> int:
+    """The smallest tile that holds so many rows, or the largest there is."""
+    return next((size for size in ROWS_PER_TILE if size >= num_rows), ROWS_PER_TILE[-1])
+
+
+def quant_matmul(x: Tensor, weight: QuantWeight, plan: Plan | None = None) -> Tensor:
+    """x [M, K] bf16 or fp32, contiguous -> [M, N] in x's dtype, summed in float32.
+
+    With a plan of R rows, R a multiple of M: result row r is row r // (R / M) of x times the matrix
+    that the plan names for r, [R, N].
+    """
+    assert x.dim() == 2 and x.shape[1] == weight.num_inputs, _refused(x, weight)
+    assert x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous(), _refused(x, weight)
+    assert x.device == weight.codes.device, _refused(x, weight)
+    if plan is None:
+        assert len(weight.codes) == 1, f"{len(weight.codes)} matrices need a plan"
+    else:
+        assert len(plan.matrix_ids) % max(1, len(x)) == 0, (len(plan.matrix_ids), len(x))
+    if x.is_cuda:
+        # Triton comes with CUDA builds of torch; no other machine needs it.
+        from common.kernels.quant_matmul_triton import launch
+
+        return launch(x, weight, plan)
+    return reference(x, weight, plan)
+
+
+def reference(x: Tensor, weight: QuantWeight, plan: Plan | None = None) -> Tensor:
+    """The definition: dequantise in float32, round to x's dtype, multiply."""
+    if plan is None:
+        return F.linear(x, weight.dequantised(0).to(x.dtype))
+    ids = plan.matrix_ids
+    x = x.repeat_interleave(len(ids) // max(1, len(x)), 0)
+    out = x.new_zeros(len(ids), weight.codes.shape[1])
+    for matrix in ids[ids < len(weight.codes)].unique().tolist():
+        rows = ids == matrix
+        out[rows] = F.linear(x[rows], weight.dequantised(matrix).to(x.dtype))
+    return out
+
+
+def _refused(x: Tensor, weight: QuantWeight) -> str:
+    codes = weight.codes
+    return f"x {_told(x)} on {x.device} with codes {_told(codes)} on {codes.device}"
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
