@@ -94,6 +94,34 @@ def test_keys_past_the_context_are_not_read() -> None:
     assert torch.equal(attend(q, kv, 0, batch, 1.0), before)
 
 
+@pytest.mark.parametrize("lengths", [[201], [201, 130], [30, 7]])
+def test_padding_reads_nothing_that_others_left(lengths: list[int]) -> None:
+    kv = PagedKV(1, 120, KV_BLOCK, 1, 8, torch.bfloat16)
+    segments, held, row, block = [], list[int](), 0, 0
+    for length in lengths:
+        table = list(range(block, block + -(-length // KV_BLOCK)))
+        segments.append(Segment(row, 5, length, table))
+        held += kv.slots_of(table, 0, length)
+        row, block = row + 5, table[-1] + 1
+    kv.rows[0].fill_(torch.nan)
+    kv.rows[0][held] = torch.randn(len(held), 2, 8).bfloat16()
+    batch = AttentionBatch(segments, torch.arange(row), torch.arange(row))
+    assert attend(torch.randn(row, 3, 8).bfloat16(), kv, 0, batch, 1.0).isfinite().all()
+
+
+def test_contexts_that_grow_meet_the_same_shapes_again() -> None:
+    """Else oneDNN would compile two kernels for every round of a lone request."""
+    kv = PagedKV(1, 120, KV_BLOCK, 1, 8, torch.bfloat16)
+    shapes = set()
+    for length in range(300, 320):
+        segment = Segment(0, 5, length, list(range(100)))
+        batch = AttentionBatch([segment], torch.arange(5), torch.arange(5))
+        (group,) = batch.groups(kv, 3)
+        assert not group.fused
+        shapes.add(group.num_keys)
+    assert shapes == {320}
+
+
 def test_kv_write_reaches_exactly_its_slots() -> None:
     kv = PagedKV(2, 3, KV_BLOCK, 2, 4, torch.float32)
     assert kv.slots_of([2, 0], 2, 6) == [10, 11, 0, 1]
