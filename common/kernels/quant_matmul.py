@@ -1,7 +1,5 @@
 """y = x @ W.T with W as the checkpoint stores it: fp8 or packed fp4 codes under block scales.
 
-One form for all formats: scales belong to a row and `group` consecutive inputs of it, so that rows
-can be cut and stacked at will; a block of 128 x 128 repeats its scale in 128 rows, one byte per 128.
 Several matrices of one shape, the experts, may lie in one weight; a plan says which row of x meets
 which of them.
 
@@ -17,57 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.loading.block_quant import unpack_fp4
+from common.loading.block_quant import QuantWeight
 
-FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 ROWS_PER_TILE = (16, 32, 64, 128)
-
-
-@dataclass(frozen=True)
-class QuantWeight:
-    """E matrices [N, K], E = 1 but for experts. All tensors contiguous, on one device."""
-
-    codes: Tensor  # [E, N, K] e4m3, or [E, N, K / 2] uint8: two e2m1 codes, the low nibble first
-    scales: Tensor  # [E, N, ceil(K / group)] E8M0 or e4m3
-    group: int  # inputs that share a scale; a power of two
-    row_factors: Tensor | None = None  # [E, N] float32; multiplies whole rows of W (NVFP4)
-
-    def __post_init__(self) -> None:
-        codes, scales, factors = self.codes, self.scales, self.row_factors
-        said = f"codes {_told(codes)}, scales {_told(scales)}, group {self.group}"
-        assert codes.dim() == 3 and codes.dtype in (FP8, torch.uint8), said
-        assert self.group > 0 and self.group & (self.group - 1) == 0, said
-        assert not self.packed or self.num_inputs % self.group == 0, said
-        shape = (*codes.shape[:2], -(-self.num_inputs // self.group))
-        assert scales.shape == shape and scales.dtype in (FP8, E8M0), f"{said}: needs {shape}"
-        assert codes.is_contiguous() and scales.is_contiguous(), said
-        if factors is not None:
-            assert factors.shape == shape[:2] and factors.dtype == torch.float32, _told(factors)
-            assert factors.is_contiguous(), _told(factors)
-
-    @property
-    def packed(self) -> bool:
-        """Two codes to a byte."""
-        return self.codes.dtype == torch.uint8
-
-    @property
-    def num_inputs(self) -> int:
-        """K."""
-        return self.codes.shape[2] * (2 if self.packed else 1)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of codes, scales and factors."""
-        tensors = [t for t in (self.codes, self.scales, self.row_factors) if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def dequantised(self, matrix: int) -> Tensor:
-        """One of the E matrices, float32 [N, K]."""
-        codes = self.codes[matrix]
-        values = unpack_fp4("weight", codes) if self.packed else codes.float()
-        factors = self.scales[matrix].float().repeat_interleave(self.group, 1)
-        values = values * factors[:, : self.num_inputs]
-        return values if self.row_factors is None else values * self.row_factors[matrix][:, None]
 
 
 @dataclass(frozen=True)
@@ -142,9 +92,7 @@ def reference(x: Tensor, weight: QuantWeight, plan: Plan | None = None) -> Tenso
 
 
 def _refused(x: Tensor, weight: QuantWeight) -> str:
-    codes = weight.codes
-    return f"x {_told(x)} on {x.device} with codes {_told(codes)} on {codes.device}"
-
-
-def _told(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return (
+        f"x {x.dtype} {list(x.shape)} on {x.device} with codes {weight.codes.dtype} "
+        f"{list(weight.codes.shape)} on {weight.codes.device}"
+    )

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.quant_matmul import E8M0, Plan, QuantWeight, rows_per_tile
+from common.kernels.quant_matmul import Plan, rows_per_tile
+from common.loading.block_quant import E8M0, QuantWeight
 
 ENOUGH_PROGRAMS = 256  # what fills a large GPU (132 multiprocessors) about twice
 MAX_SPLITS = 8

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4
+from common.loading.block_quant import fp8_weight, mxfp4_weight
 from common.testing.block_quant import quantise_fp8, quantise_mxfp4
 from common.testing.tiny import NUM_SPECIAL, Draw, bigram_head, linear, tiny_tokenizer
 
@@ -178,9 +178,9 @@ def plain_weights(folder: Path) -> dict[str, Tensor]:
         if scale is None:
             weights[name] = value if value.dtype == torch.int64 else value.float()
         elif value.dtype == torch.int8:
-            weights[name] = dequantise_mxfp4(name, value, scale)
+            weights[name] = mxfp4_weight(name, value, scale).dequantised()
         else:
-            weights[name] = dequantise_fp8(name, value, scale, (high, wide))
+            weights[name] = fp8_weight(name, value, scale, (high, wide)).dequantised()
     return weights
 
 

@@ -3,27 +3,23 @@ size.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.detect import names
 from common.errors import LoadError, StartupError
-from common.loading.block_quant import MXFP4_GROUP, dequantise_mxfp4
 from common.loading.safetensors_files import read_json
 from common.models.deepseek_v4.cache import recent_blocks_needed
 from common.models.deepseek_v4.loading import load_deepseek_v4
 from common.models.deepseek_v4.model import DeepseekV4Target
 from common.nn.attention import AttentionBatch, Segment
-from common.testing.block_quant import quantise_fp8
 from common.testing.deepseek_v4 import tiny_deepseek_v4
+from common.testing.repacks import repack_fp8, repack_nvfp4, rewritten
 
-Tensors = dict[str, Tensor]
 IDS = torch.arange(40) * 7 % 90
 
 
@@ -31,19 +27,6 @@ IDS = torch.arange(40) * 7 % 90
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return tiny_deepseek_v4(tmp_path_factory.mktemp("v4"), compress_rate_hca=16)
-
-
-def changed(folder: Path, to: Path, edit: Callable[[Tensors], None], **config: Any) -> Path:
-    """A copy with edited tensors, in one file, and config keys set."""
-    tensors: Tensors = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    edit(tensors)
-    raw = read_json(folder / "config.json") | config
-    to.mkdir(exist_ok=True)
-    (to / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, to / "model.safetensors")
-    return to
 
 
 def logits_of(model: DeepseekV4Target, ids: Tensor = IDS) -> Tensor:
@@ -84,7 +67,7 @@ MISSING = [
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_missing_tensor_is_an_error(folder: Path, tmp_path: Path, name: str) -> None:
-    changed(folder, tmp_path, lambda tensors: tensors.__delitem__(name))
+    rewritten(folder, tmp_path, lambda tensors: tensors.__delitem__(name))
     with pytest.raises(LoadError, match="no tensor becomes"):
         load_deepseek_v4(tmp_path)
 
@@ -102,7 +85,7 @@ EXTRA: list[tuple[str, Tensor]] = [
 def test_a_tensor_without_a_place_is_an_error(
     folder: Path, tmp_path: Path, name: str, value: Tensor
 ) -> None:
-    changed(folder, tmp_path, lambda tensors: tensors.update({name: value}))
+    rewritten(folder, tmp_path, lambda tensors: tensors.update({name: value}))
     with pytest.raises(LoadError, match=f"no place for: '{name}'"):
         load_deepseek_v4(tmp_path)
 
@@ -119,44 +102,21 @@ def test_a_missing_rename_fails_even_on_one_rank(
 
 def test_experts_out_of_range_and_odd_dtypes_are_refused(folder: Path, tmp_path: Path) -> None:
     name = "layers.0.ffn.gate.tid2eid"
-    changed(folder, tmp_path, lambda tensors: tensors[name].fill_(8))
+    rewritten(folder, tmp_path, lambda tensors: tensors[name].fill_(8))
     with pytest.raises(LoadError, match=r"outside 0\.\.7"):
         load_deepseek_v4(tmp_path)
     name = "layers.2.attn.compressor.wkv.weight"
-    changed(folder, tmp_path, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    rewritten(folder, tmp_path, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
     with pytest.raises(LoadError, match="float8_e4m3fn"):
         load_deepseek_v4(tmp_path)
-
-
-def repack_fp8(tensors: Tensors) -> None:
-    """Expert weights as fp8 with a scale per 128 x 128 block."""
-    for name in [n for n in tensors if ".ffn.experts." in n and n.endswith(".weight")]:
-        scale = name.removesuffix("weight") + "scale"
-        weight = dequantise_mxfp4(name, tensors[name], tensors[scale])
-        tensors[name], tensors[scale] = quantise_fp8(weight, (128, 128))
-
-
-def repack_nvfp4(tensors: Tensors) -> None:
-    """Base experts as NVFP4, as public repacks do without loss; those under `mtp.*` stay MXFP4."""
-    for name in [n for n in tensors if n.startswith("layers.") and ".ffn.experts." in n]:
-        if not name.endswith(".weight"):
-            continue
-        module = name.removesuffix(".weight")
-        scales = tensors.pop(f"{module}.scale").float()
-        scale_2 = 2.0 ** (scales.max().log2().floor() - 8)
-        pairs = (scales / scale_2).repeat_interleave(MXFP4_GROUP // 16, 1)
-        tensors[name] = tensors[name].view(torch.uint8)
-        tensors[f"{module}.weight_scale"] = pairs.to(torch.float8_e4m3fn)
-        tensors[f"{module}.weight_scale_2"] = scale_2
-        tensors[f"{module}.input_scale"] = torch.tensor(0.25)
 
 
 def test_repacked_experts_give_the_same_model(folder: Path, tmp_path: Path) -> None:
     model, _ = load_deepseek_v4(folder, torch.float32)
     want = logits_of(model)
-    changed(folder, tmp_path / "fp8", repack_fp8, expert_dtype="fp8")
+    rewritten(folder, tmp_path / "fp8", repack_fp8, expert_dtype="fp8")
     assert torch.allclose(logits_of(load_deepseek_v4(tmp_path / "fp8", torch.float32)[0]), want)
-    changed(folder, tmp_path / "nvfp4", repack_nvfp4)
+    rewritten(folder, tmp_path / "nvfp4", repack_nvfp4)
     model, report = load_deepseek_v4(tmp_path / "nvfp4", torch.float32)
     assert torch.equal(logits_of(model), want)
     kinds = {
@@ -166,7 +126,7 @@ def test_repacked_experts_give_the_same_model(folder: Path, tmp_path: Path) -> N
 
 
 def test_fp8_experts_under_an_fp4_config_are_refused(folder: Path, tmp_path: Path) -> None:
-    changed(folder, tmp_path, repack_fp8)
+    rewritten(folder, tmp_path, repack_fp8)
     with pytest.raises(LoadError, match="weight_scale_inv"):
         load_deepseek_v4(tmp_path)
 

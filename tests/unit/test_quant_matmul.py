@@ -17,7 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from common.kernels import quant_matmul_triton
-from common.kernels.quant_matmul import E8M0, FP8, QuantWeight, plan_of, quant_matmul
+from common.kernels.quant_matmul import plan_of, quant_matmul
+from common.loading.block_quant import E8M0, FP8, QuantWeight
 
 INTERPRETED = Path(__file__).parent / "interpreted" / "quant_matmul.py"
 
@@ -126,7 +127,7 @@ def test_what_does_not_fit_is_refused() -> None:
         quant_matmul(x, weight)
     plan = plan_of(torch.zeros(3, dtype=torch.int64), 2)
     for bad in (x[:, :511], x.half(), x.t().contiguous().t(), x[0]):
-        with pytest.raises(AssertionError, match="codes float8_e4m3fn"):
+        with pytest.raises(AssertionError, match="with codes torch.float8_e4m3fn"):
             quant_matmul(bad, weight, plan)
     with pytest.raises(AssertionError, match="needs"):
         QuantWeight(weight.codes, weight.scales[:, :, :3].contiguous(), 128)

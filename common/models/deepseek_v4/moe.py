@@ -4,41 +4,13 @@ The score sqrt(softplus(.)) weights the chosen experts; a bias, where there is o
 All experts clamp gate and up. Router in float32. Knows rows, not requests.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import LoadError
 from common.models.deepseek_v4.config import DeepseekV4Config
+from common.models.deepseek_v4.experts import Expert, routed_experts
 from common.models.deepseek_v4.weights import DeepseekV4Weights
-
-
-class Expert:
-    """down(silu(min(gate, limit)) * clip(up, ±limit))."""
-
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        weights: DeepseekV4Weights,
-        gate: tuple[str, int | None],
-        up: tuple[str, int | None],
-        down: str,
-        channels: range | None = None,
-    ) -> None:
-        """gate, up, down: module names; gate and up with their part of a stacked parameter.
-
-        channels: those of the intermediate layer that are needed; None: all.
-        """
-        d, inner = config.hidden_size, config.moe_intermediate_size
-        self.limit = config.swiglu_limit
-        self.gate_up = weights.linear(d, (*gate, inner), (*up, inner), only_rows=channels)
-        self.down = weights.linear(inner, (down, None, d), only_cols=channels)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, d] -> [rows, d]."""
-        gate, up = self.gate_up(x).chunk(2, dim=1)
-        limit = self.limit
-        return self.down(F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
 
 
 class MixtureOfExperts:
@@ -63,14 +35,15 @@ class MixtureOfExperts:
                 )
         else:
             self.bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (num_experts,))
-        self.experts: dict[int, Expert] = {}  # this rank's
+        experts: dict[int, Expert] = {}  # this rank's
         for i in range(num_experts):
             w1, w2, w3 = (f"{prefix}experts.{i}.{part}" for part in ("w1", "w2", "w3"))
             if i in own.experts:
-                self.experts[i] = Expert(config, weights, (w1, None), (w3, None), w2)
+                experts[i] = Expert(config, weights, (w1, None), (w3, None), w2)
             else:
                 for name in (w1, w2, w3):
                     weights.leave(name)
+        self.experts = routed_experts(experts)
         gate_up, down = f"{prefix}shared_experts.gate_up_proj", f"{prefix}shared_experts.down_proj"
         self.shared: Expert | None = None
         if own.shared_channels:
@@ -84,20 +57,9 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor, token_ids: Tensor, apart: bool) -> Tensor:
         """x [T, d], token_ids [T] -> [T, d].
 
-        apart: every expert runs over all rows, so that no row's result depends on how many others
-        chose the same expert; rows that did not choose it get weight zero.
+        apart: no row's result may depend on how many others chose the same expert.
         """
-        chosen, weights = self.route(x, token_ids)
-        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for i in chosen.unique().tolist():
-            if i not in self.experts:
-                continue
-            own = torch.where(chosen == i, weights, 0).sum(1, keepdim=True)
-            if apart:
-                mixed += own * self.experts[i](x).float()
-            else:
-                rows = own.squeeze(1).nonzero().squeeze(1)
-                mixed.index_add_(0, rows, own[rows] * self.experts[i](x[rows]).float())
+        mixed = self.experts(x, *self.route(x, token_ids), apart)
         if self.shared is not None:
             mixed += self.shared(x).float()
         return self.parallel.sum(mixed, in_rank_order=apart).to(x.dtype)

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from common.detect.names import ModelTensor, model_tensor
 from common.errors import LoadError
-from common.loading.block_quant import dequantise_fp8, dequantise_mxfp4, dequantise_nvfp4
+from common.loading.block_quant import (
+    QuantWeight,
+    fp8_weight,
+    joined,
+    mxfp4_weight,
+    nvfp4_weight,
+)
 from common.loading.safetensors_files import FLOATS, Checkpoint, LoadReport, Part
 from common.models.deepseek_v4.config import DeepseekV4Config
 from common.models.deepseek_v4.shards import Shards
 from common.nn.block import RMSNorm
 from common.nn.linear import Linear
+from common.nn.quant_linear import QuantLinear, keeps_quantised
 from common.parallel import ALONE, Parallel
 
 _EXPERT, _STACKED = re.compile(r"experts\.\d+\.(w[123])"), {"w1": "w13", "w3": "w13", "w2": "w2"}
@@ -77,7 +84,9 @@ def num_parameters(places: Iterable[ModelTensor]) -> int:
 class DeepseekV4Weights(Checkpoint):
     """The tensors of one role, target or drafter, by their place in the model.
 
-    Shards that hold nothing of the role are not opened, nor need they be there.
+    Shards that hold nothing of the role are not opened, nor need they be there. Block-quantised
+    matrices of linear layers are kept as stored or dequantised: keep says which, None lets the
+    device decide.
     """
 
     def __init__(
@@ -88,8 +97,12 @@ class DeepseekV4Weights(Checkpoint):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         parallel: Parallel = ALONE,
+        keep: bool | None = None,
     ) -> None:
         self.shards = Shards(config, parallel)
+        self._keep = keeps_quantised(device) if keep is None else keep
+        self._kept: Counter[str] = Counter()  # format -> matrices
+        self._kept_bytes: Counter[str] = Counter()
         self.config, self._is_drafter = config, role == "drafter"
         self._unopened: Counter[str] = Counter()  # file -> tensors that the index places there
         super().__init__(path, dtype, device)
@@ -157,19 +170,23 @@ class DeepseekV4Weights(Checkpoint):
         *parts: tuple[str, int | None, int],
         only_rows: range | None = None,
         only_cols: range | None = None,
-    ) -> Linear:
+    ) -> Linear | QuantLinear:
         """One layer from parts (module name, part of a stacked parameter or None, rows).
 
         only_rows, only_cols: the slice of every part that is needed.
         """
-        return Linear(
-            torch.cat(
-                [
-                    self.matrix(name, (rows, cols), shard, only_rows, only_cols)
-                    for name, shard, rows in parts
-                ]
-            )
-        )
+        stored = [
+            self._stored(name, (rows, cols), shard, only_rows, only_cols)
+            for name, shard, rows in parts
+        ]
+        kept = [part for part in stored if isinstance(part, QuantWeight)]
+        # Parts that are stored differently can only meet as real numbers.
+        if self._keep and len(kept) == len(stored) and len({part.format for part in kept}) == 1:
+            weight = joined([part.to(self.device) for part in kept], 1)
+            self._kept[weight.format] += len(kept)
+            self._kept_bytes[weight.format] += weight.num_bytes
+            return QuantLinear(weight)
+        return Linear(torch.cat([self._plain(part) for part in stored]))
 
     def matrix(
         self,
@@ -183,6 +200,21 @@ class DeepseekV4Weights(Checkpoint):
 
         only_rows, only_cols: the slice that is read and returned; packed fp4 is read as a whole.
         """
+        return self._plain(self._stored(name, shape, shard, only_rows, only_cols))
+
+    def _plain(self, stored: Tensor | QuantWeight) -> Tensor:
+        weight = stored.dequantised() if isinstance(stored, QuantWeight) else stored
+        return weight.to(device=self.device, dtype=self.dtype)
+
+    def _stored(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        shard: int | None,
+        only_rows: range | None,
+        only_cols: range | None,
+    ) -> Tensor | QuantWeight:
+        """See `matrix`; what is quantised stays so, on CPU."""
         source = self._source(f"{name}.weight", shape, shard)
         stored_dtype = self._where[source].get_slice(source).get_dtype()
         rows, cols = shape
@@ -196,15 +228,12 @@ class DeepseekV4Weights(Checkpoint):
                 f"{self.path}: tensor {source!r} is {stored_dtype}; a rank's slice of it can only "
                 "be read from bf16, fp16, fp32 or fp8 e4m3; run on one rank"
             )
+        codes = self._read(source, (rows, cols // 2))
         if self.has(f"{name}.weight_scale_2", shard):
-            codes = self._read(source, (rows, cols // 2))
             scales = self._scale(name, "weight_scale", (rows, cols // 16), shard)
-            weight = dequantise_nvfp4(source, codes, scales, self._scalar(name, shard))
-        else:
-            codes = self._read(source, (rows, cols // 2))
-            scales = self._scale(name, "weight_scale", (rows, cols // 32), shard)
-            weight = dequantise_mxfp4(source, codes, scales)
-        return weight.to(device=self.device, dtype=self.dtype)
+            return nvfp4_weight(source, codes, scales, self._scalar(name, shard))
+        scales = self._scale(name, "weight_scale", (rows, cols // 32), shard)
+        return mxfp4_weight(source, codes, scales)
 
     def _fp8(
         self,
@@ -213,23 +242,21 @@ class DeepseekV4Weights(Checkpoint):
         shape: tuple[int, int],
         shard: int | None,
         part: Part | None,
-    ) -> Tensor:
+    ) -> QuantWeight:
         """Codes and the scales of all blocks that they touch, be it in part."""
         block = self.config.weight_block
         whole = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         scale_source = self._source(f"{name}.weight_scale_inv", whole, shard)
         codes = self._read(source, shape, part)
         if part is None:
-            scales, first = self._read(scale_source, whole), (0, 0)
-        else:
-            touched = tuple(
-                slice(own.start // size, -(-own.stop // size))
-                for own, size in zip(part, block, strict=True)
-            )
-            scales = self._read(scale_source, whole, touched)
-            first = (part[0].start % block[0], part[1].start % block[1])
-        weight = dequantise_fp8(source, codes, scales, block, first)
-        return weight.to(device=self.device, dtype=self.dtype)
+            return fp8_weight(source, codes, self._read(scale_source, whole), block)
+        touched = tuple(
+            slice(own.start // size, -(-own.stop // size))
+            for own, size in zip(part, block, strict=True)
+        )
+        scales = self._read(scale_source, whole, touched)
+        first = (part[0].start % block[0], part[1].start % block[1])
+        return fp8_weight(source, codes, scales, block, first)
 
     def leave(self, name: str, shard: int | None = None) -> None:
         """The module or tensor `name` is another rank's to read."""
@@ -238,7 +265,10 @@ class DeepseekV4Weights(Checkpoint):
                 self._elsewhere.add(source)
 
     def finish(self) -> LoadReport:
-        """As Checkpoint has it, for this rank."""
+        """As Checkpoint has it, for this rank, and what stayed quantised."""
+        for kind, count in sorted(self._kept.items()):
+            size = self._kept_bytes[kind]
+            self.note(f"{count} matrices kept as {kind} on {self.device}: {size} bytes")
         return replace(super().finish(), rank=self.shards.parallel.rank)
 
     def _scale(self, name: str, suffix: str, shape: tuple[int, int], shard: int | None) -> Tensor:

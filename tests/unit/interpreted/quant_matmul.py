@@ -1,8 +1,8 @@
 """The Triton kernel against its reference, in float32, by Triton's interpreter.
 
 Triton decides for its interpreter when it is imported, so `test_quant_matmul.py` runs this file in
-a process of its own. The interpreter multiplies bf16 wrongly: x is always float32, but the tiles are
-those of both dtypes.
+a process of its own. The interpreter multiplies bf16 wrongly: x is float32, the tiles are those
+of both dtypes.
 """
 
 import pytest
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.kernels.quant_matmul import E8M0, FP8, Plan, QuantWeight, plan_of, reference
+from common.kernels.quant_matmul import Plan, plan_of, reference
 from common.kernels.quant_matmul_triton import Tiles, launch
-from common.loading.block_quant import E2M1_VALUES
+from common.loading.block_quant import E2M1_VALUES, E8M0, FP8, QuantWeight
 from common.testing.numeric import max_difference
 
 torch.set_num_threads(1)
