@@ -158,6 +158,7 @@ class DSparkQwen3:
             Block(config.block, i, f"layers.{i}.", weights.take) for i in range(config.num_layers)
         ]
         self.context_proj = _context_proj(config, weights)
+        self.context_norm = _context_norm(config, self.blocks)
         self.norm = RMSNorm(weights.take("norm.weight", (d,)), config.block.norm_eps)
         self.d2t = _d2t(config, weights).to(self.device)
         self.lm_head = _lm_head(config, weights, target, self.embed_tokens, self.d2t)
@@ -190,14 +191,12 @@ class DSparkQwen3:
     @torch.inference_mode()
     def ingest(self, projected: Tensor, kv: PagedKV, slots: Tensor, positions: Tensor) -> None:
         """Writes every layer's context keys and values of rows `project(...)` [T, d]."""
-        shape = self.config.block
-        heads = (-1, self.config.num_layers, 2, shape.num_kv_heads, shape.head_dim)
-        keys_values = self.context_proj(projected).view(heads)
+        shape, num_layers = self.config.block, self.config.num_layers
+        heads = (-1, num_layers, 2, shape.num_kv_heads, shape.head_dim)
+        k, v = self.context_proj(projected).view(heads).unbind(2)
         rotation = self.rotary.rows(positions, projected.dtype)
-        for i, block in enumerate(self.blocks):
-            k, v = keys_values[:, i].unbind(1)
-            assert block.k_norm is not None, "a Qwen3 block norms its keys"
-            kv.write(i, slots, rotate(block.k_norm(k), rotation), v)
+        k = rotate(self.context_norm(k).flatten(1, 2), rotation).view_as(k)
+        kv.write_layers(slots, k, v)
 
     @torch.inference_mode()
     def block(
@@ -257,12 +256,11 @@ class DSparkQwen3:
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the previous tokens [R] (the anchor, then each draft) add to the rows hidden [R, d].
 
-        Returns (bias [R, V_draft] float32 or None without a head, the state for the next row).
+        Returns (bias [R, V_draft] or None without a head, the state for the next row).
         """
         if self.markov is None or self.w1 is None:
             return None, None
-        bias, state = self.markov.bias(F.embedding(prev_target_ids, self.w1), hidden, state)
-        return bias.float(), state
+        return self.markov.bias(F.embedding(prev_target_ids, self.w1), hidden, state)
 
     @torch.inference_mode()
     def confidence(self, hidden: Tensor, prev_target_ids: Tensor) -> Tensor | None:
@@ -294,6 +292,14 @@ def _context_proj(config: DrafterConfig, weights: Checkpoint) -> Linear:
     weight = [weights.take(f"{name}.weight", (width, shape.hidden_size)) for name in names]
     bias = [weights.take(f"{name}.bias", (width,)) for name in names if shape.attention_bias]
     return Linear(torch.cat(weight), torch.cat(bias) if bias else None)
+
+
+def _context_norm(config: DrafterConfig, blocks: Sequence[Block]) -> RMSNorm:
+    """The norm of keys of all layers, [layers, kv heads, head_dim]."""
+    norms = [block.qk_norm.weight for block in blocks if block.qk_norm is not None]
+    assert len(norms) == config.num_layers, "every Qwen3 block norms its keys"
+    keys = [weight[config.block.num_heads :] for weight in norms]
+    return RMSNorm(torch.stack(keys), config.block.norm_eps)
 
 
 def _lm_head(

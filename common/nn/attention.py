@@ -24,9 +24,9 @@ from common.nn.paged_kv import PagedKV
 MAX_GROUPED_ROWS = 16  # rows of a request that may share a padded batch
 # Padded keys of one batch: beyond, the gather costs more than it saves.
 MAX_GROUPED_KEYS = {torch.bfloat16: 16384, torch.float32: 2048}
-# (rows + 1) * keys of a lone bf16 request up to which the fused kernel wins: query heads that share
-# a key head, and those that do not, for which gathering keys costs more.
-SMALL_PRODUCT, SMALL_UNSHARED = 1200, 3200
+# (rows + 1) * keys of a lone bf16 request up to which the fused kernel wins, where heads share a
+# key head and where they do not.
+SMALL_PRODUCT, SMALL_UNSHARED = 1200, 5000
 KEY_STEP = 64
 
 
@@ -88,9 +88,7 @@ class _Group:
     num_keys: int
     rows: slice | Tensor  # of the batch; a ragged group repeats a request's last row up to n
     run: slice | None  # the slots of a lone request whose blocks lie in a row, else:
-    keys: (
-        Tensor | None
-    )  # fused: [R * L] slots; else [2 * R * kv heads * L]: rows of head_dim values
+    keys: Tensor | None  # [R * L] slots
     mask: Tensor | None  # [R, 1, n * shared, L], 0 or -inf
     fused: bool  # scaled_dot_product_attention, not two products
 
@@ -121,8 +119,8 @@ def _group(
     part: Sequence[Segment], kv: PagedKV, shared: int, causal: bool, isolated: bool
 ) -> _Group:
     n, num_keys = max(s.num_query for s in part), max(s.context_len for s in part)
-    small_product = SMALL_PRODUCT if shared > 1 else SMALL_UNSHARED
-    small = n > MAX_GROUPED_ROWS or (n + 1) * num_keys <= small_product
+    most = SMALL_PRODUCT if shared > 1 else SMALL_UNSHARED
+    small = n > MAX_GROUPED_ROWS or (n + 1) * num_keys <= most
     alone = len(part) == 1 and (small or kv.dtype == torch.float32)
     fused = alone or isolated or kv.device.type != "cpu"
     first, last = part[0], part[-1]
@@ -134,7 +132,7 @@ def _group(
     run = _run_of(first, kv) if len(part) == 1 and fused else None
     if not fused:
         num_keys = -(-num_keys // KEY_STEP) * KEY_STEP
-    keys = _keys(part, num_keys, kv, fused) if run is None else None
+    keys = _keys(part, num_keys, kv) if run is None else None
     mask = _mask(part, n, num_keys, causal, kv)
     if mask is not None:
         mask = mask.repeat_interleave(shared, dim=1).unsqueeze(1)
@@ -157,23 +155,19 @@ def _blocks(segment: Segment, kv_block_size: int) -> list[int]:
     return table
 
 
-def _keys(part: Sequence[Segment], num_keys: int, kv: PagedKV, fused: bool) -> Tensor:
-    """Where the keys and values of all requests lie.
+def _keys(part: Sequence[Segment], num_keys: int, kv: PagedKV) -> Tensor:
+    """The slots of all requests' keys, [R * num_keys].
 
-    The fused kernel takes them as they lie, slot by slot; products need each head's side by side.
+    Padding repeats a request's last key: slots past it hold what others left there, even NaN.
     """
-    size, heads = kv.kv_block_size, kv.num_kv_heads
+    size = kv.kv_block_size
     tables = [_blocks(segment, size) for segment in part]
     width = max(map(len, tables))
     blocks = torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
-    # Padding repeats a request's last key: slots past it hold what others left there, even NaN.
     last = torch.tensor([segment.context_len - 1 for segment in part])[:, None]
     positions = torch.arange(num_keys).minimum(last)
     slots = blocks.gather(1, positions // size) * size + positions % size
-    if fused:
-        return slots.flatten().to(kv.device)
-    rows = slots[None, :, None] * (2 * heads) + torch.arange(2 * heads).view(2, 1, heads, 1)
-    return rows.flatten().to(kv.device)
+    return slots.flatten().to(kv.device)
 
 
 def _mask(
@@ -197,12 +191,11 @@ def _attend_group(q: Tensor, kv: PagedKV, layer: int, group: _Group, scale: floa
     heads, head_dim = kv.num_kv_heads, kv.head_dim
     if group.keys is None:
         k, v = kv.k_heads[layer][:, :, group.run], kv.v_heads[layer][:, :, group.run]
-    elif group.fused:
-        gathered = kv.rows[layer].index_select(0, group.keys).view(r, num_keys, 2, heads, head_dim)
-        k, v = gathered.transpose(1, 3).unbind(2)
     else:
-        flat = kv.rows[layer].view(-1, head_dim)
-        k, v = flat.index_select(0, group.keys).view(2, r, heads, num_keys, head_dim).unbind()
+        gathered = kv.rows[layer].index_select(0, group.keys).view(r, num_keys, 2 * heads, head_dim)
+        by_head = gathered.transpose(1, 2)
+        # A copy more, but then products read each head's keys side by side: twice as fast.
+        k, v = (by_head if group.fused else by_head.contiguous()).split(heads, dim=1)
     folded = q[group.rows].view(r * n, heads, -1, head_dim)
     if n > 1:
         folded = (

@@ -38,14 +38,29 @@ class BlockShape:
 
 
 class RMSNorm:
-    """Root-mean-square norm over the last dimension."""
+    """Root-mean-square norm over the last dimension.
+
+    weight: [size], or [..., size] with a row of its own for every head. On a CPU the composite that
+    torch has takes ten kernels for few rows; this one takes six, and rounds once.
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps, self.size = weight, eps, (weight.shape[0],)
+        self.weight, self.eps, self.size = weight, eps, weight.shape[-1:]
+        self._on_cpu = weight.device.type == "cpu"
+        # x / sqrt(sum / size + eps) = x * sqrt(size) / sqrt(sum + eps * size)
+        self._scaled_weight = weight.float() * weight.shape[-1] ** 0.5
+        self._scaled_eps = torch.tensor(eps * weight.shape[-1], device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return F.rms_norm(x, self.size, self.weight, self.eps)
+        if not self._on_cpu:
+            own = self.weight if self.weight.dim() == 1 else None
+            normed = F.rms_norm(x, self.size, own, self.eps)
+            return normed if own is not None else normed * self.weight
+        wide = x.float().contiguous()  # torch sums the rows of a strided tensor in another order
+        root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = torch.addcmul(self._scaled_eps, root, root).rsqrt_()
+        return (wide * inverse).mul_(self._scaled_weight).to(x.dtype)
 
 
 class Block:
@@ -65,6 +80,13 @@ class Block:
         def norm(name: str, width: int) -> RMSNorm:
             return RMSNorm(take(f"{prefix}{name}.weight", (width,)), shape.norm_eps)
 
+        def head_norm() -> RMSNorm:
+            parts = (("q", num_q), ("k", num_kv))
+            rows = [
+                take(f"{prefix}self_attn.{p}_norm.weight", (size,)).expand(n, -1) for p, n in parts
+            ]
+            return RMSNorm(torch.cat(rows), shape.norm_eps)
+
         self.input_norm = norm("input_layernorm", d)
         self.qkv_proj = linear(
             biased,
@@ -72,8 +94,7 @@ class Block:
             ("self_attn.k_proj", num_kv * size, d),
             ("self_attn.v_proj", num_kv * size, d),
         )
-        self.q_norm = norm("self_attn.q_norm", size) if shape.qk_norm else None
-        self.k_norm = norm("self_attn.k_norm", size) if shape.qk_norm else None
+        self.qk_norm = head_norm() if shape.qk_norm else None  # over the heads of q, then of k
         self.o_proj = linear(biased, ("self_attn.o_proj", d, num_q * size))
         self.mlp_norm = norm("post_attention_layernorm", d)
         self.gate_up_proj = linear(
@@ -94,7 +115,7 @@ class Block:
         num_q, num_kv = self.shape.num_heads, self.shape.num_kv_heads
         heads = self.qkv_proj(x).unflatten(1, (-1, self.shape.head_dim))
         qk, v = heads.split([num_q + num_kv, num_kv], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:])], dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
         q, k = rotate(qk, rotation).split([num_q, num_kv], dim=1)
         return q, k, v

@@ -64,6 +64,12 @@ class PagedKV:
         self.k[layer].index_copy_(0, slots, k[:num_rows])
         self.v[layer].index_copy_(0, slots, v[:num_rows])
 
+    def write_layers(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores rows of all layers: k, v [T, layers, kv heads, head_dim] in slots [T] int64."""
+        heads = self.num_kv_heads
+        self._data[:, :, :heads].index_copy_(1, slots, k.transpose(0, 1))
+        self._data[:, :, heads:].index_copy_(1, slots, v.transpose(0, 1))
+
     def prepare(self, segments: Sequence[object]) -> None:
         """Nothing to do: every slot has its room."""
 

@@ -124,7 +124,7 @@ class Rotary:
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos and signed sin, each [T, 1, head_dim] in `dtype`."""
-        angles = positions[:, None, None].float() * self._frequencies
+        angles = positions[:, None, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin_().mul_(self._sign)
         if self.scale != 1.0:
             cos = cos.mul_(self.scale)

@@ -162,7 +162,8 @@ def test_batched_blocks_equal_the_reference(kind: Any, tmp_path: Path) -> None:
         assert got_confidence is not None
         assert max_difference(got_confidence, confidence) < 1e-4
     fewer, _ = model.block(torch.tensor(anchors), torch.tensor(lengths), 2, kv, tables)
-    assert torch.equal(fewer, hidden[:, :2]), "all rows run, and the first block left no trace"
+    # All rows run, and the first block left no trace; the head rounds by the rows it is given.
+    assert max_difference(fewer, hidden[:, :2]) < 1e-5
 
 
 def draft(model: DSparkV4, anchors: Tensor, at: Tensor, kv: Any, tables: list[list[int]]) -> Tensor:

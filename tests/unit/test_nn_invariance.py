@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from common.errors import StartupError
 from common.models.dense import DenseTarget
 from common.models.registry import load_target
 from common.nn.attention import AttentionBatch, Segment
+from common.nn.block import RMSNorm
 from common.nn.linear import Linear
 from common.testing.numeric import first_mismatch
 from common.testing.tiny import Family, tiny_target
@@ -94,3 +96,17 @@ def test_a_kernel_that_minds_a_rows_place_is_found_at_load(
     monkeypatch.setattr(Linear, "__call__", odd)
     with pytest.raises(StartupError, match="rounds a row by its place among 8 rows"):
         load_target(checkpoint, torch.float32, numerics="batch_invariant")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 64, 576])
+def test_a_norm_rounds_a_row_alike_whatever_runs_beside_it(dtype: torch.dtype, size: int) -> None:
+    rows = torch.randn(40, size).to(dtype)
+    norm = RMSNorm(torch.randn(size).to(dtype), 1e-5)
+    alone = torch.cat([norm(row) for row in rows.split(1)])
+    assert torch.equal(norm(rows), alone)
+    strided = rows.view(8, 5, size)[:, 1:3]
+    assert torch.equal(norm(strided), alone.view(8, 5, size)[:, 1:3])
+    exact = F.rms_norm(rows.double(), (size,), norm.weight.double(), 1e-5)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-8
+    assert ((alone - exact).abs() <= tolerance * exact.abs() + 1e-6).all()
