@@ -128,6 +128,10 @@ class Parallel:
         if self.size > 1 and self.rank == 0 and self.lost is None and not self._over:
             self.send(array("q"))
 
+    def close(self) -> None:
+        """Drops the connections, which the other ranks notice."""
+        self._work = self._orders = None
+
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Whatever torch.distributed raises means that a rank died or hangs."""
@@ -162,6 +166,8 @@ def joined(world: World, device: str, timeout_s: float = FORWARD_TIMEOUT_S) -> I
     parallel.stop()
     if parallel.lost is not None:
         raise parallel.lost
+    parallel.close()
+    _disconnect()
 
 
 def leave_signals_to_rank_0() -> None:
@@ -190,6 +196,12 @@ def _connected(world: World, device: str, timeout_s: float) -> Parallel:
             f"rank {world.rank} of {world.size} could not connect to the others: {error}"
         ) from error
     return Parallel(world.rank, world.size, distributed.group.WORLD, orders, world.local_rank)
+
+
+def _disconnect() -> None:
+    from torch import distributed
+
+    distributed.destroy_process_group()
 
 
 def _from_rank_0() -> Any:

@@ -75,7 +75,7 @@ def _serve(config: DrafterConfig, decision: Decision, parallel: Parallel) -> Non
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
     if built and built[0].failed:
-        raise SystemExit(1)
+        raise parallel.lost or SystemExit(1)
 
 
 if __name__ == "__main__":

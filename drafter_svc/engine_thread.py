@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from common.errors import RankLost
 from common.telemetry import M, Telemetry
 from drafter_svc.batcher import Inbox
 from drafter_svc.engine import DraftEngine, Evicted, Reply, StepReply
@@ -49,8 +50,10 @@ class EngineThread:
                 self._engine.catch_up()
                 self._record(replies)
             crashed = False
+        except RankLost as error:
+            log.critical(error.message)
         finally:
-            if crashed:  # an exception is on its way to threading.excepthook, which logs it
+            if crashed:  # any other exception is on its way to threading.excepthook, which logs it
                 self._died()
 
     def _record(self, replies: list[Reply]) -> None:

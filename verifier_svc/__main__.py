@@ -1,6 +1,8 @@
 """`dspark-verifier`: parse, decide from config files, then load and serve. Holds no logic."""
 
 import logging
+import os
+import signal
 import sys
 
 from common.config import limit_threads, parse, run, torchrun_world, unread_variables
@@ -52,7 +54,10 @@ def _serve(config: VerifierConfig, decision: Decision, parallel: Parallel) -> No
     def build(telemetry: Telemetry) -> Service:
         from verifier_svc.build import build_service  # imports torch
 
-        return build_service(config, decision, telemetry, parallel)
+        service = build_service(config, decision, telemetry, parallel)
+        if parallel.size > 1:
+            parallel.on_lost = _end
+        return service
 
     serve(
         config.service,
@@ -61,6 +66,11 @@ def _serve(config: VerifierConfig, decision: Decision, parallel: Parallel) -> No
         health_names=VerifierService.health_names,
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
+
+
+def _end() -> None:
+    """The ordinary way out, see common.server: rank 0 alone can compute nothing."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

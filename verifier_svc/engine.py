@@ -187,7 +187,8 @@ class Engine:
             unended = [*self._unended, *(request.request_id for request in self._added)]
             self._added.clear()
         if crash is not None:
-            log.error(self._problem, exc_info=crash, extra=fields(num_live=len(unended)))
+            trace = None if isinstance(crash, DsparkError) else crash  # ours say everything
+            log.error(self._problem, exc_info=trace, extra=fields(num_live=len(unended)))
         error = Unavailable(f"{self._problem}; try another replica")
         if unended:
             self._emit([Failed(request_id, error) for request_id in unended])

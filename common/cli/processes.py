@@ -32,7 +32,7 @@ class ServiceProcess:
 
     def __init__(self, module: str, flags: list[str], *, listen: str, log: Path) -> None:
         self.module, self.listen, self.log = module, listen, log
-        command = [sys.executable, "-P", "-m", module, "--listen", listen, *flags]
+        command = [sys.executable, "-P", "-m", module, *flags, "--listen", listen]
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 command,

@@ -9,10 +9,15 @@ from torch import Tensor
 
 from common.models.deepseek_v4.loading import load_deepseek_v4
 from common.models.deepseek_v4.model import DeepseekV4Target
+from common.models.interfaces import Target
+from common.models.ranks import follow_target
+from common.models.registry import load_target
 from common.nn.attention import AttentionBatch, Segment
+from common.parallel import Parallel
 from common.tensors import from_bytes
 from common.testing.deepseek_v4 import tiny_deepseek_v4
 from common.testing.no_text import NoText
+from common.testing.ranks import run_ranks
 from verifier_svc.admission import Admission, Ask, Limits
 from verifier_svc.drafting import Draft, Drafter, Drafts, FeatureSource, NoDrafter
 from verifier_svc.engine import Engine
@@ -75,15 +80,16 @@ class KnowsTheAnswer:
 
 
 def run(
-    model: DeepseekV4Target,
+    model: Target,
     prompts: list[list[int]],
     *,
     num_blocks: int,
     max_running: int,
     drafter: Drafter | None = None,
     bounded: bool = True,
+    max_tokens: int = 60,
 ) -> tuple[list[Request], Scheduler]:
-    """All prompts to 60 new tokens each."""
+    """All prompts to `max_tokens` new tokens each."""
     drafter = drafter or NoDrafter()
     max_batch_tokens = 6 * max_running
     recent = model.num_recent_blocks(KV_BLOCK, max_running, max_batch_tokens) if bounded else None
@@ -99,7 +105,9 @@ def run(
     engine = Engine(scheduler, runner, drafter, VerifyLength(), lambda _: None)
     admission = Admission(Limits(model.config.vocab_size, 16 * num_blocks, frozenset()))
     requests = [
-        admission.admit(Ask(f"r{i}", prompt, temperature=0.0, max_tokens=60, ignore_eos=True))
+        admission.admit(
+            Ask(f"r{i}", prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        )
         for i, prompt in enumerate(prompts)
     ]
     for request in requests:
@@ -134,3 +142,37 @@ def test_preempted_and_rejected_rows_change_nothing(model: DeepseekV4Target) -> 
     for name, start, stop, data in drafter.seen:
         read = from_bytes(data, "fp32", (stop - start, rows[name].shape[1]))
         assert torch.allclose(read, rows[name][start:stop], atol=1e-4), (name, start, stop)
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens", "num_blocks"), [(2, 60, 10), (4, 12, 8)])
+def test_ids_from_several_ranks_are_those_of_one(
+    tmp_path: Path, num_ranks: int, max_tokens: int, num_blocks: int
+) -> None:
+    """With drafts kept and rejected; the longer run also with requests preempted, and on every rank
+    no more room for recent rows (8 blocks of 10) than must do.
+    """
+    tiny_deepseek_v4(tmp_path, "pro", compress_rate_hca=KV_BLOCK, n_routed_experts=10)
+    prompts = [[(11 * i + 5 * k) % 90 for k in range(n)] for i, n in enumerate((50, 70, 3, 9))]
+    alone, _ = load_target(tmp_path, torch.float32)
+    lone: dict[str, int] = {"num_blocks": 64, "max_running": 1, "max_tokens": max_tokens}
+    truth, _ = run(alone, prompts, bounded=False, **lone)
+    answers = {r.request_id: r.token_ids for r in truth}
+    crowd: dict[str, int] = {"num_blocks": num_blocks, "max_running": 2, "max_tokens": max_tokens}
+
+    def work(parallel: Parallel) -> tuple[list[Request], Scheduler] | None:
+        model, _ = load_target(tmp_path, torch.float32, parallel=parallel)
+        if parallel.rank:
+            follow_target(model, parallel)
+            return None
+        done = run(model, prompts, drafter=KnowsTheAnswer(answers), **crowd)
+        parallel.stop()
+        return done
+
+    done = run_ranks(num_ranks, work)[0]
+    assert done is not None
+    got, scheduler = done
+    assert [r.token_ids for r in got] == [r.token_ids for r in truth]
+    counters = [r.counters for r in got]
+    accepted = sum(c.num_accepted_tokens for c in counters)
+    assert 0 < accepted < sum(c.num_draft_tokens for c in counters)
+    assert scheduler.num_preemptions > 0 or max_tokens < 60
