@@ -22,34 +22,38 @@ ROWS_PER_TILE = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Plan:
-    """Which matrix each row of the result comes from, sorted into tiles for the kernel."""
+    """Which matrix each row of the result comes from, and how the kernel takes them together."""
 
-    matrix_ids: Tensor  # [R] int64; num_matrices: none of them
-    order: Tensor  # [R] int32: rows, those of one matrix side by side
-    tiles: Tensor  # [num_tiles, 3] int32: matrix, first and end in `order`; empty ones at the end
+    matrix_ids: Tensor  # [R] int64; what is no number of a matrix stands for none: a row of zeros
     rows_per_tile: int
+    # None: every row is a tile of its own.
+    order: Tensor | None = None  # [R] int32: rows, those of one matrix side by side
+    tiles: Tensor | None = None  # [num_tiles, 3] int32: matrix, first and end in `order`
 
 
 def plan_of(matrix_ids: Tensor, num_matrices: int) -> Plan:
-    """matrix_ids [R] int64; an id outside 0..num_matrices - 1 stands for no matrix: a row of zeros.
+    """matrix_ids [R] int64. Waits for nothing on the device: shapes follow from R alone.
 
-    Waits for nothing on the device: all shapes follow from R and num_matrices.
+    Few rows hardly ever share a matrix, so they are not sorted: that would take some thirty small
+    operations, and a matrix that is read twice is in the GPU's cache.
     """
     num_rows = len(matrix_ids)
     size = rows_per_tile(-(-num_rows // num_matrices))
+    if num_rows <= num_matrices:
+        return Plan(matrix_ids, size)
     foreign = (matrix_ids < 0) | (matrix_ids >= num_matrices)
     ids = matrix_ids.masked_fill(foreign, num_matrices)
     counts = torch.zeros(num_matrices + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add(0, ids, torch.ones_like(ids))[:-1]
     num_tiles = (counts + size - 1) // size
     tile_ends, row_ends = num_tiles.cumsum(0), counts.cumsum(0)
-    # Every matrix in use has at most one tile that is not full.
-    tile = torch.arange(num_rows // size + min(num_matrices, num_rows), device=ids.device)
+    # Every matrix has at most one tile that is not full; surplus tiles are empty, at the end.
+    tile = torch.arange(num_rows // size + num_matrices, device=ids.device)
     matrix = torch.searchsorted(tile_ends, tile, right=True).clamp(max=num_matrices - 1)
     first = (row_ends - counts)[matrix] + (tile - (tile_ends - num_tiles)[matrix]) * size
     end = torch.minimum(first + size, row_ends[matrix])
     tiles = torch.stack([matrix, torch.minimum(first, end), end], dim=1).to(torch.int32)
-    return Plan(ids, ids.argsort(stable=True).to(torch.int32), tiles, size)
+    return Plan(ids, size, ids.argsort(stable=True).to(torch.int32), tiles)
 
 
 def rows_per_tile(num_rows: int) -> int:
@@ -74,7 +78,8 @@ def quant_matmul(x: Tensor, weight: QuantWeight, plan: Plan | None = None) -> Te
         # Triton comes with CUDA builds of torch; no other machine needs it.
         from common.kernels.quant_matmul_triton import launch
 
-        return launch(x, weight, plan)
+        with torch.cuda.device(x.device):  # Triton launches on the current one
+            return launch(x, weight, plan)
     return reference(x, weight, plan)
 
 
@@ -85,7 +90,7 @@ def reference(x: Tensor, weight: QuantWeight, plan: Plan | None = None) -> Tenso
     ids = plan.matrix_ids
     x = x.repeat_interleave(len(ids) // max(1, len(x)), 0)
     out = x.new_zeros(len(ids), weight.codes.shape[1])
-    for matrix in ids[ids < len(weight.codes)].unique().tolist():
+    for matrix in ids[(ids >= 0) & (ids < len(weight.codes))].unique().tolist():
         rows = ids == matrix
         out[rows] = F.linear(x[rows], weight.dequantised(matrix).to(x.dtype))
     return out

@@ -66,20 +66,25 @@ def launch(
     out = new((splits, num_rows, num_outputs), dtype=dtype)
     if num_rows == 0:
         return out[0].to(x.dtype)
-    row_tiles = -(-num_rows // tiles.x_rows) if plan is None else len(plan.tiles)
+    order = route = None
+    row_tiles = -(-num_rows // tiles.x_rows)
+    if plan is not None:
+        order, route = plan.order, plan.matrix_ids if plan.tiles is None else plan.tiles
+        row_tiles = len(route)
     per_split = -(-num_inputs // (splits * tiles.inputs)) * tiles.inputs
     quant_matmul_kernel[(-(-num_outputs // tiles.w_rows), row_tiles, splits)](
         x,
         weight.codes,
         weight.scales.view(torch.uint8) if e8m0 else weight.scales,
         weight.row_factors,
-        None if plan is None else plan.order,
-        None if plan is None else plan.tiles,
+        order,
+        route,
         out,
         num_rows,
         num_outputs,
         num_inputs,
         weight.scales.shape[2],
+        len(weight.codes),
         num_rows // len(x),
         per_split,
         GROUP=weight.group,
@@ -119,13 +124,14 @@ def quant_matmul_kernel(  # type: ignore[no-untyped-def]
     codes_ptr,
     scales_ptr,
     factors_ptr,  # or None
-    order_ptr,  # or None, with tiles_ptr
-    tiles_ptr,
+    order_ptr,  # or None
+    route_ptr,  # tiles if there is an order, else a matrix per row, or None: one matrix for all
     out_ptr,
     num_rows,
     N,
     K,
     num_groups,
+    num_matrices,
     repeat,  # rows of the result per row of x
     per_split,  # inputs that one program sums; a multiple of BK
     GROUP: tl.constexpr,
@@ -139,11 +145,18 @@ def quant_matmul_kernel(  # type: ignore[no-untyped-def]
     n_exists = n < N
     at = tl.arange(0, BM)
     w_row = n.to(tl.int64)
-    if tiles_ptr is None:
+    if route_ptr is None:
         row = tl.program_id(1) * BM + at
         row_exists = row < num_rows
+    elif order_ptr is None:
+        matrix = tl.load(route_ptr + tl.program_id(1))
+        if (matrix < 0) | (matrix >= num_matrices):
+            return
+        row = tl.program_id(1) + at
+        row_exists = at == 0
+        w_row += matrix * N
     else:
-        tile = tiles_ptr + tl.program_id(1) * 3
+        tile = route_ptr + tl.program_id(1) * 3
         first = tl.load(tile + 1)
         end = tl.load(tile + 2)
         if first >= end:

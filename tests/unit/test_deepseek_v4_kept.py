@@ -22,7 +22,7 @@ from common.nn.attention import AttentionBatch, Segment
 from common.nn.linear import Linear
 from common.nn.quant_linear import QuantLinear, keeps_quantised
 from common.parallel import ALONE, Parallel
-from common.testing.deepseek_v4 import Kind, tiny_deepseek_v4
+from common.testing.deepseek_v4 import Kind, plain_weights, tiny_deepseek_v4
 from common.testing.numeric import max_difference
 from common.testing.repacks import repack_fp8, repack_nvfp4, rewritten
 
@@ -94,6 +94,28 @@ def test_the_target_computes_the_same(folder: Path, tmp_path: Path, repack: Repa
     num_other = 7 * 5 + 1 * sum(c is not None and c.overlap for c in plain.config.compressions)
     assert sum(counts.values()) == num_experts + num_other
     assert counts[expert_format] == num_experts + num_other * (expert_format == "fp8/128")
+
+
+def test_matrices_that_are_stored_differently_meet_as_real_numbers(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Half of a stacked layer, and one expert of a layer, in bf16."""
+    plain, _ = target(folder, keep=False)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        weights = plain_weights(folder)
+        for module in ("0.ffn.shared_experts.w1", *(f"3.ffn.experts.5.w{i}" for i in (1, 2, 3))):
+            del tensors[f"layers.{module}.scale"]
+            # Every value of these formats is one of bf16's.
+            tensors[f"layers.{module}.weight"] = weights[f"layers.{module}.weight"].bfloat16()
+
+    kept, _ = target(rewritten(folder, tmp_path, edit), keep=True)
+    shared = kept.layers[0].experts.shared
+    assert shared and isinstance(shared.gate_up, Linear) and isinstance(shared.down, QuantLinear)
+    stacked = [isinstance(layer.experts.experts, StackedExperts) for layer in kept.layers]
+    assert stacked == [True, True, True, False, True]
+    for found, expected in zip(logits_and_taps(kept), logits_and_taps(plain), strict=True):
+        assert max_difference(found, expected) < 1e-4
 
 
 def test_the_drafter_computes_the_same(folder: Path) -> None:

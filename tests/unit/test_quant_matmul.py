@@ -24,6 +24,7 @@ INTERPRETED = Path(__file__).parent / "interpreted" / "quant_matmul.py"
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
 def test_the_kernel_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "--noconftest", "-x", str(INTERPRETED)]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -86,6 +87,7 @@ def test_all_variants_compile(kind: str, compiled: list[Any]) -> None:
     """As launched for real shapes; the decoding of e2m1 counts on subnormal float32 numbers."""
     for num_rows, dtype, planned in (
         (1, torch.bfloat16, False),
+        (1, torch.bfloat16, True),
         (64, torch.bfloat16, True),
         (300, torch.bfloat16, True),
         (300, torch.float32, False),
@@ -96,7 +98,7 @@ def test_all_variants_compile(kind: str, compiled: list[Any]) -> None:
             weight_of(kind, 2 if planned else 1),
             plan_of(ids, 2) if planned else None,
         )
-    assert len(compiled) == 4
+    assert len(compiled) == 5
     for kernel in compiled:
         assert kernel.asm["cubin"] and ".ftz" not in kernel.asm["ptx"]
         assert kernel.metadata.shared <= 99 * 1024, "more than the smallest of these GPUs has"
@@ -111,6 +113,9 @@ def test_all_variants_compile(kind: str, compiled: list[Any]) -> None:
 )
 def test_a_plan_covers_every_row_once(ids: list[int], num_matrices: int) -> None:
     plan = plan_of(torch.tensor(ids, dtype=torch.int64), num_matrices)
+    if plan.tiles is None or plan.order is None:
+        assert plan.tiles is plan.order is None and len(ids) <= num_matrices
+        return
     covered: list[int] = []
     for matrix, first, end in plan.tiles.tolist():
         assert 0 <= first <= end <= len(ids) and end - first <= plan.rows_per_tile
@@ -127,7 +132,7 @@ def test_what_does_not_fit_is_refused() -> None:
         quant_matmul(x, weight)
     plan = plan_of(torch.zeros(3, dtype=torch.int64), 2)
     for bad in (x[:, :511], x.half(), x.t().contiguous().t(), x[0]):
-        with pytest.raises(AssertionError, match="with codes torch.float8_e4m3fn"):
+        with pytest.raises(AssertionError, match="with codes"):
             quant_matmul(bad, weight, plan)
     with pytest.raises(AssertionError, match="needs"):
         QuantWeight(weight.codes, weight.scales[:, :, :3].contiguous(), 128)

@@ -95,10 +95,8 @@ def test_every_e4m3_code(tiles: Tiles) -> None:
     weight = QuantWeight(codes.view(FP8)[None], e8m0(torch.full((1, 256, 1), 127)), 32)
     x = torch.zeros(2, 32)
     x[:, 5] = torch.tensor([1.0, -2.0])
-    expected, real = (
-        torch.outer(x[:, 5], codes.view(FP8)[:, 5].float()),
-        torch.arange(256) % 128 < 127,
-    )
+    expected = torch.outer(x[:, 5], codes.view(FP8)[:, 5].float())
+    real = torch.arange(256) % 128 < 127
     assert torch.equal(launch(x, weight, tiles=tiles)[:, real], expected[:, real])
 
 
@@ -133,7 +131,7 @@ def test_every_scale_and_every_e2m1_code(packed: bool, tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(1, 3), (9, 2), (70, 1), (0, 2)])
+@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(1, 3), (2, 2), (9, 2), (70, 1), (0, 2)])
 def test_experts(kind: str, num_tokens: int, num_chosen: int) -> None:
     """Unused experts, crowded ones (two tiles), rows of other ranks' experts: zeros."""
     shape = (5, 70, 160)
@@ -154,5 +152,5 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     weight, x = fp4_weight((4, 40, 64), 32), rows(12, 64)
     ids = torch.arange(12) % 4
     alone = launch(x, weight, plan_of(ids, 4))
-    crowded = launch(x, weight, plan_of(torch.where(torch.arange(12) == 5, ids, 1), 4))
+    crowded = launch(x, weight, plan_of(torch.ones_like(ids), 4))
     assert torch.equal(alone[5], crowded[5]) and ids[5] == 1
