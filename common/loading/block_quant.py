@@ -20,7 +20,8 @@ MXFP4_GROUP = 32  # inputs per scale
 NVFP4_GROUP = 16
 # e2m1: sign, two exponent bits, one mantissa bit; code 8 is minus zero.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = (*_E2M1, *(-value for value in _E2M1))
+E2M1 = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+E4M3 = torch.arange(256, dtype=torch.uint8).view(FP8).float()
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,12 @@ class QuantWeight:
 
     def dequantised(self, matrix: int = 0) -> Tensor:
         """One of the E matrices, float32 [N, K]."""
-        codes = self.codes[matrix]
-        values = _unpacked(codes) if self.packed else codes.float()
+        codes = self.codes[matrix].view(torch.uint8)
+        if self.packed:
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+        # Several times faster than torch's own conversion and than table[codes].
+        table = (E2M1 if self.packed else E4M3).to(codes.device)
+        values = table.index_select(0, codes.flatten().int()).view(codes.shape)
         factors = self.scales[matrix].float().repeat_interleave(self.group, 1)
         values = values * factors[:, : self.num_inputs]
         return values if self.row_factors is None else values * self.row_factors[matrix][:, None]
@@ -154,13 +159,6 @@ def _packed(name: str, codes: Tensor, group: int) -> Tensor:
             f"tensor {name!r} has {2 * codes.shape[1]} inputs; fp4 comes in groups of {group}"
         )
     return codes.view(torch.uint8).contiguous()
-
-
-def _unpacked(codes: Tensor) -> Tensor:
-    """[out, n] bytes, element 2c in the low nibble of byte c -> float32 [out, 2n]."""
-    codes = codes.long()
-    table = torch.tensor(E2M1_VALUES, device=codes.device)
-    return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)]
 
 
 def _check_e8m0(name: str, scales: Tensor, shape: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ checkpoints were trained with such weights; here any weight will do.
 import torch
 from torch import Tensor
 
-from common.loading.block_quant import E2M1_VALUES, MXFP4_GROUP
+from common.loading.block_quant import E2M1, MXFP4_GROUP
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 
@@ -30,7 +30,7 @@ def quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = _power_of_two(groups.abs().amax(2) / _E2M1_MAX)
     scaled = (groups / scales[:, :, None]).flatten(1)
     # Code 8, minus zero, never wins: argmin takes the first of equals.
-    codes = (scaled[..., None] - torch.tensor(E2M1_VALUES)).abs().argmin(-1).to(torch.uint8)
+    codes = (scaled[..., None] - E2M1).abs().argmin(-1).to(torch.uint8)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     return packed.view(torch.int8), scales.to(torch.float8_e8m0fnu)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.kernels.quant_matmul import plan_of, quant_matmul, reference
-from common.loading.block_quant import E2M1_VALUES, E8M0, FP8, QuantWeight
+from common.loading.block_quant import E2M1, E8M0, FP8, QuantWeight
 from common.models.deepseek_v4.drafter import load_deepseek_v4_drafter
 from common.models.deepseek_v4.experts import StackedExperts
 from common.models.deepseek_v4.loading import load_deepseek_v4
@@ -101,7 +101,7 @@ def test_every_scale_and_code_is_exact(dtype: torch.dtype) -> None:
     x = torch.zeros(1, 32, dtype=dtype, device=DEVICE)
     x[0, 7] = 1
     found = quant_matmul(x, QuantWeight(codes[None], scales[None, :, None].contiguous(), 32))[0]
-    expected = torch.tensor(E2M1_VALUES, device=DEVICE)[code] * scales.float()
+    expected = E2M1.to(DEVICE)[code] * scales.float()
     normal = (expected.abs() >= 2.0**-126) & expected.isfinite() | (expected == 0)
     assert torch.equal(found[normal].float(), expected[normal])
     assert found[exponents == 255].isnan().all()

@@ -203,8 +203,9 @@ class DeepseekV4Weights(Checkpoint):
         return self._plain(self._stored(name, shape, shard, only_rows, only_cols))
 
     def _plain(self, stored: Tensor | QuantWeight) -> Tensor:
-        weight = stored.dequantised() if isinstance(stored, QuantWeight) else stored
-        return weight.to(device=self.device, dtype=self.dtype)
+        if isinstance(stored, QuantWeight):
+            stored = stored.to(self.device).dequantised()
+        return stored.to(device=self.device, dtype=self.dtype)
 
     def _stored(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.kernels.quant_matmul import Plan, plan_of, reference
 from common.kernels.quant_matmul_triton import Tiles, launch
-from common.loading.block_quant import E2M1_VALUES, E8M0, FP8, QuantWeight
+from common.loading.block_quant import E2M1, E8M0, FP8, QuantWeight
 from common.testing.numeric import max_difference
 
 torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def test_every_scale_and_every_e2m1_code(packed: bool, tiles: Tiles) -> None:
         code = torch.arange(16).repeat(256)
         codes = torch.zeros(4096, 16, dtype=torch.uint8)
         codes[:, 3], position = code << 4, 7  # a high nibble is the second of its pair
-        values = torch.tensor(E2M1_VALUES)[code]
+        values = E2M1[code]
     else:
         values, position = torch.tensor([1, -1.75, 2**-9, -448] * 1024), 3
         codes = torch.zeros(4096, 32)
