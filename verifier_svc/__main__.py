@@ -59,13 +59,16 @@ def _serve(config: VerifierConfig, decision: Decision, parallel: Parallel) -> No
             parallel.on_lost = _end
         return service
 
-    serve(
-        config.service,
-        build,
-        name="verifier",
-        health_names=VerifierService.health_names,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-    )
+    try:
+        serve(
+            config.service,
+            build,
+            name="verifier",
+            health_names=VerifierService.health_names,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+    finally:
+        parallel.on_lost = None  # nobody catches that signal any more
 
 
 def _end() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -79,7 +80,7 @@ class ServiceProcess:
     def _failure(self, what: str) -> str:
         return f"{self.module} on {self.listen} {what}; its last output:\n{self.tail()}"
 
-    def __enter__(self) -> "ServiceProcess":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -5,11 +5,14 @@ payload bytes are those of public release records of Flash-0731 and Pro-0813. Sp
 all of them ask for is the file again, and what they have in common once per rank.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from common.models.deepseek_v4.config import deepseek_v4_config
@@ -65,6 +68,9 @@ RELEASES = {
     "flash-0731": (FLASH, (67_612, 156_015_698_140), (4_705, 10_862_838_300)),
     "pro-0813": (PRO, (142_773, 850_748_205_004), (7_009, 41_979_375_900)),
 }
+
+
+PRO_CONFIG = deepseek_v4_config(Path("pro"), PRO)
 
 
 class Ledger(DeepseekV4Weights):
@@ -169,3 +175,33 @@ def test_what_the_ranks_split_adds_up_to_the_whole(release: str, num_ranks: int)
     )
     channels = [len(rank.shards.shared_channels) for rank in ranks]
     assert channels == ([256] * 8 if num_ranks == 8 else [256] * 12 + [0] * 4)
+
+
+@given(
+    num_experts=st.integers(1, 40),
+    channels=st.integers(1, 4000),
+    block=st.sampled_from([1, 16, 128]),
+    num_ranks=st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_number_belongs_to_one_rank(
+    num_experts: int, channels: int, block: int, num_ranks: int
+) -> None:
+    config = replace(
+        PRO_CONFIG,
+        num_experts=num_experts,
+        moe_intermediate_size=channels,
+        weight_block=(block, block),
+    )
+    ranks = [Shards(config, Parallel(rank, num_ranks)) for rank in range(num_ranks)]
+    for of, count in (
+        (lambda own: own.heads, config.num_heads),
+        (lambda own: own.experts, num_experts),
+        (lambda own: own.shared_channels, channels),
+        (lambda own: own.head_rows, config.num_heads * config.head_dim),
+        (lambda own: own.group_rows, config.o_groups * config.o_lora_rank),
+    ):
+        assert [number for own in ranks for number in of(own)] == list(range(count))
+    # Whole blocks each, and no rank has more than one expert more than another.
+    assert all(own.shared_channels.start % block == 0 for own in ranks if own.shared_channels)
+    assert max(len(own.experts) for own in ranks) - min(len(own.experts) for own in ranks) <= 1

@@ -83,9 +83,9 @@ def check_ranks(config: DeepseekV4Config, name: str, num_ranks: int) -> None:
     if groups % num_ranks:
         allowed = [str(n) for n in range(1, groups + 1) if groups % n == 0]
         raise StartupError(
-            f"{name} cannot be split over {num_ranks} ranks: its {config.num_heads} attention "
-            f"heads and o_groups {groups} must divide; torchrun --nproc-per-node may be "
-            f"{', '.join(allowed)}"
+            f"{name} cannot be split over {num_ranks} ranks: their number must divide its o_groups "
+            f"{groups} and so its {config.num_heads} attention heads; torchrun --nproc-per-node "
+            f"may be {', '.join(allowed)}"
         )
 
 
