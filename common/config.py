@@ -126,6 +126,10 @@ class World:
     size: int = 1
     local_rank: int = 0  # on this machine
 
+    def named(self, service: str) -> str:
+        """What this process is called in logs: the service, and which of several ranks."""
+        return service if self.size == 1 else f"{service}[{self.rank}]"
+
 
 def torchrun_world(environ: Mapping[str, str] | None = None) -> World:
     """Reads torchrun's environment. Raises StartupError if there is only a part of it."""

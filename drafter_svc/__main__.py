@@ -26,9 +26,10 @@ def main() -> int:
 
 def _start() -> None:
     config = parse(DrafterConfig, prog=PROG, description="Serves a DSpark drafter to verifiers.")
-    setup("drafter", config.service.log_format, config.service.log_level)
+    world = torchrun_world()
+    setup(world.named("drafter"), config.service.log_format, config.service.log_level)
     limit_threads(config.service.threads)  # before torch is imported
-    world, decision = torchrun_world(), decide(config)
+    decision = decide(config)
     if world.size > 1:
         from common.models.drafters import check_ranks  # imports torch
 

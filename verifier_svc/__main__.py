@@ -30,8 +30,9 @@ def _start() -> None:
         VerifierConfig, prog=PROG, description="Runs the target model and streams tokens."
     )
     limit_threads(config.service.threads)
-    setup("verifier", config.service.log_format, config.service.log_level)
-    world, decision = torchrun_world(), decide(config)
+    world = torchrun_world()
+    setup(world.named("verifier"), config.service.log_format, config.service.log_level)
+    decision = decide(config)
     if world.size > 1:
         from common.models.registry import check_ranks  # imports torch
 

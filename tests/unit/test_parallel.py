@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.config import World, torchrun_world
+from common.device import device_of
 from common.errors import RankLost, StartupError
 from common.parallel import ALONE, HEAD_LEN, Parallel, joined
 from common.testing.ranks import run_ranks
@@ -103,7 +104,22 @@ def test_the_world_comes_from_torchrun() -> None:
     full["MASTER_PORT"] = "1"
     assert torchrun_world({}) == torchrun_world({"WORLD_SIZE": "1"}) == World(0, 1, 0)
     assert torchrun_world(full) == World(3, 4, 1)
+    assert (World().named("verifier"), World(3, 4, 1).named("verifier")) == (
+        "verifier",
+        "verifier[3]",
+    )
     with pytest.raises(StartupError, match="WORLD_SIZE is 4 but LOCAL_RANK, MASTER_PORT is not"):
         torchrun_world({k: v for k, v in full.items() if k not in ("LOCAL_RANK", "MASTER_PORT")})
     with pytest.raises(StartupError, match=r"whole numbers .*'x'"):
         torchrun_world(full | {"RANK": "x"})
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of("cuda:1") == device_of("cuda", 1) == torch.device("cuda", 1)
+    assert device_of("cpu", 5) == torch.device("cpu")
+    with pytest.raises(StartupError, match="cuda:1 names one device for all ranks"):
+        device_of("cuda:1", 1)
+    with pytest.raises(StartupError, match="local rank 2 has no device: 2 are visible"):
+        device_of("cuda", 2)
