@@ -1,7 +1,7 @@
 """DrafterService: verifiers' streams in, work for the engine thread, its answers back out.
 
-The only file of the drafter that sees wire types. Loop thread only, but for `_deliver`, which the
-engine thread calls. No tensor is touched here: rows pass through as bytes.
+Only this file and `wire.py` see wire types. Loop thread only, but for `_deliver`, which the engine
+thread calls. No tensor is touched here: rows pass through as bytes.
 
 What ends a stream: the peer (Bye, half-close, gone), a broken protocol, a dead engine, `close`.
 Faults of one session never do. However a stream ends, the engine gets its LinkClosed.
@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from common.contract import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Contract
+from common.contract import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from common.errors import (
     ContractMismatch,
     DeadlineExceeded,
@@ -33,26 +33,15 @@ from common.pb.v1 import drafter_pb2_grpc
 from common.telemetry import Telemetry
 from common.tensors import itemsize
 from common.threads import stop_within
-from drafter_svc.batcher import (
-    GREEDY,
-    DraftMode,
-    Entry,
-    LinkClosed,
-    LinkOpened,
-    Ping,
-    RowForm,
-    Sampling,
-    Step,
-)
+from drafter_svc.batcher import LinkClosed, LinkOpened, Ping, RowForm
 from drafter_svc.build import LoadedDrafter
-from drafter_svc.engine import Evicted, Pong, Proposal, Reply, StepReply
+from drafter_svc.engine import Evicted, Reply
 from drafter_svc.engine_thread import EngineThread
-from drafter_svc.sessions import Status
+from drafter_svc.wire import DTYPES, contract_from_pb, contract_to_pb, reply_to_pb, step_from_pb
 
 log = logging.getLogger(__name__)
 
 FULL_NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
-_MAX_POSITION = 2**32 - 1  # what `Proposal.base_len` can say
 _ENTRY_ROOM_BYTES = 1 << 20  # of a message, kept free for what is not rows
 _HELLO_TIMEOUT_S, _LAST_WRITES_S = 10.0, 0.5
 _STOP_GRACE_S = 2.0  # for the batch in progress
@@ -147,7 +136,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         return pb.GetDrafterInfoResponse(
             drafter_id=self._drafter_id,
             incarnation=self._incarnation,
-            contract=_contract_to_pb(drafter.contract),
+            contract=contract_to_pb(drafter.contract),
             verdict_json=drafter.verdict_json,
             load_report_json=drafter.report.to_json(),
             max_sessions=drafter.limits.max_sessions,
@@ -216,20 +205,20 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     def _agree(self, hello: pb.Hello) -> RowForm:
         """The wire form of rows; ContractMismatch names every field that differs, both values."""
         drafter = self._drafter
-        differing = drafter.contract.differences(_contract_from_pb(hello.contract))
+        differing = drafter.contract.differences(contract_from_pb(hello.contract))
         if hello.protocol_version != PROTOCOL_VERSION:
             peer = hello.protocol_version
             differing.insert(0, f"protocol_version: {PROTOCOL_VERSION} here, {peer} at the peer")
         if hello.feature_form not in (pb.FEATURE_FORM_RAW_LAYERS, pb.FEATURE_FORM_PROJECTED):
             differing.append(f"feature_form: 1 or 2 here, {hello.feature_form} at the peer")
-        if hello.feature_dtype not in _DTYPES:
+        if hello.feature_dtype not in DTYPES:
             differing.append(f"feature_dtype: 1 or 2 here, {hello.feature_dtype} at the peer")
         if differing:
             differing.append("start both on copies of the same two checkpoints")
             raise ContractMismatch("drafter and verifier do not fit: " + "; ".join(differing))
         projected = hello.feature_form == pb.FEATURE_FORM_PROJECTED
         width = drafter.contract.hidden_size if projected else drafter.feature_width
-        return RowForm(projected, _DTYPES[hello.feature_dtype], width)
+        return RowForm(projected, DTYPES[hello.feature_dtype], width)
 
     def _close(self, link: _Link) -> None:
         del self._links[link.number]
@@ -249,16 +238,24 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             await link.credits.acquire()
             if kind == "ping":
                 self._engine.inbox.put(Ping(link.number, message.ping.nonce))
-            else:
-                self._engine.inbox.put(
-                    _step_from_pb(message.step, link, self._drafter.limits.max_sessions_per_link)
-                )
+                continue
+            step = step_from_pb(
+                message.step,
+                link.number,
+                link.form,
+                max_entries=self._drafter.limits.max_sessions_per_link,
+                max_rows=link.max_step_rows,
+            )
+            if step.step_id <= link.last_step_id:
+                raise InvalidRequest(f"step_id {step.step_id} must be above {link.last_step_id}")
+            link.last_step_id = step.step_id
+            self._engine.inbox.put(step)
 
     # From the engine thread.
 
     def _deliver(self, replies: list[Reply]) -> None:
         messages = [
-            (reply.link, _reply_to_pb(reply), not isinstance(reply, Evicted)) for reply in replies
+            (reply.link, reply_to_pb(reply), not isinstance(reply, Evicted)) for reply in replies
         ]
         if messages:
             self._loop.call_soon_threadsafe(self._dispatch, messages)
@@ -288,112 +285,3 @@ async def _write(link: _Link, context: grpc.aio.ServicerContext) -> None:
         await context.write(message)
         if answer:
             link.credits.release()
-
-
-# Wire types to ours and back.
-
-_DTYPES = {pb.FEATURE_DTYPE_BF16: "bf16", pb.FEATURE_DTYPE_FP32: "fp32"}
-_MODES = {
-    pb.DraftSampling.MODE_UNSPECIFIED: DraftMode.GREEDY,
-    pb.DraftSampling.MODE_GREEDY: DraftMode.GREEDY,
-    pb.DraftSampling.MODE_SAMPLED: DraftMode.SAMPLED,
-    pb.DraftSampling.MODE_COUPLED: DraftMode.COUPLED,
-}
-_STATUSES = {
-    Status.OK: pb.Proposal.STATUS_OK,
-    Status.UNKNOWN_SESSION: pb.Proposal.STATUS_UNKNOWN_SESSION,
-    Status.BASE_MISMATCH: pb.Proposal.STATUS_BASE_MISMATCH,
-    Status.NO_ROOM: pb.Proposal.STATUS_NO_ROOM,
-    Status.INVALID: pb.Proposal.STATUS_INVALID,
-}
-
-
-def _step_from_pb(step: pb.Step, link: _Link, max_entries: int) -> Step:
-    """Checks what only a broken peer gets wrong; what may be wrong per entry is the engine's."""
-    if step.step_id <= link.last_step_id:
-        raise InvalidRequest(f"step_id {step.step_id} must be above {link.last_step_id}")
-    link.last_step_id = step.step_id
-    for name, count in (("entries", len(step.entries)), ("close_ids", len(step.close_ids))):
-        if count > max_entries:
-            raise InvalidRequest(f"{count} {name} in a step, at most {max_entries} are allowed")
-    entries = tuple(map(_entry_from_pb, step.entries))
-    num_rows = sum(entry.num_rows for entry in entries)
-    if num_rows > link.max_step_rows:
-        raise InvalidRequest(f"{num_rows} rows in a step, at most {link.max_step_rows} are allowed")
-    rows, form = step.rows, link.form
-    wanted = num_rows * form.width * itemsize(form.dtype)
-    if len(rows) != wanted:
-        raise InvalidRequest(
-            f"rows has {len(rows)} bytes; {num_rows} rows of {form.width} {form.dtype} are {wanted}"
-        )
-    return Step(link.number, step.step_id, entries, rows, form, tuple(step.close_ids))
-
-
-def _entry_from_pb(entry: pb.Entry) -> Entry:
-    if entry.base_len + entry.num_rows > _MAX_POSITION:
-        where = f"base_len {entry.base_len} and num_rows {entry.num_rows}"
-        raise InvalidRequest(f"{where} end above position {_MAX_POSITION}")
-    return Entry(
-        entry.session_id,
-        entry.epoch,
-        entry.base_len,
-        entry.num_rows,
-        entry.num_draft_tokens,
-        entry.anchor_id,
-        _sampling_from_pb(entry.sampling) if entry.HasField("sampling") else GREEDY,
-        entry.first_len,
-    )
-
-
-def _sampling_from_pb(sampling: pb.DraftSampling) -> Sampling:
-    mode = _MODES.get(sampling.mode)
-    if mode is None:
-        raise InvalidRequest(f"draft sampling mode {sampling.mode} is unknown; 1, 2 and 3 exist")
-    return Sampling(mode, sampling.temperature, sampling.seed, sampling.top_k)
-
-
-def _reply_to_pb(reply: Reply) -> pb.DraftResponse:
-    match reply:
-        case Pong(_, nonce, num_sessions):
-            return pb.DraftResponse(pong=pb.Pong(nonce=nonce, num_sessions=num_sessions))
-        case Evicted(_, session_ids):
-            return pb.DraftResponse(evicted=pb.Evicted(session_ids=session_ids))
-        case StepReply():
-            return pb.DraftResponse(
-                proposals=pb.Proposals(
-                    step_id=reply.step_id,
-                    proposals=[_proposal_to_pb(proposal) for proposal in reply.proposals],
-                    queue_us=round(reply.queue_s * 1e6),
-                    ingest_us=round(reply.ingest_s * 1e6),
-                    draft_us=round(reply.draft_s * 1e6),
-                )
-            )
-
-
-def _proposal_to_pb(proposal: Proposal) -> pb.Proposal:
-    entry = proposal.entry
-    message = pb.Proposal(
-        session_id=entry.session_id,
-        epoch=entry.epoch,
-        base_len=entry.anchor_position,
-        status=_STATUSES[proposal.status],
-        detail=proposal.detail,
-    )
-    if proposal.token_ids is not None:
-        message.token_ids = proposal.token_ids.tobytes()
-    if proposal.confidence_logits is not None:
-        message.confidence_logits = proposal.confidence_logits.tobytes()
-    if proposal.candidate_ids is not None and proposal.candidate_probs is not None:
-        message.top_k = proposal.candidate_ids.shape[1]
-        message.candidate_ids = proposal.candidate_ids.tobytes()
-        message.candidate_probs = proposal.candidate_probs.tobytes()
-    return message
-
-
-def _contract_to_pb(contract: Contract) -> pb.Contract:
-    return pb.Contract(**vars(contract))
-
-
-def _contract_from_pb(contract: pb.Contract) -> Contract:
-    values = {field.name: getattr(contract, field.name) for field in pb.Contract.DESCRIPTOR.fields}
-    return Contract(**{**values, "target_layer_ids": tuple(contract.target_layer_ids)})

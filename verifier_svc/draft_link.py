@@ -23,6 +23,7 @@ from common.logs import fields
 from common.pb.v1 import drafter_pb2 as pb
 from common.pb.v1 import drafter_pb2_grpc
 from common.telemetry import M, Telemetry
+from verifier_svc.rhythm import Rhythm
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,18 @@ class DraftLink:
         self._outbox: asyncio.Queue[pb.DraftRequest] = asyncio.Queue()  # bounded by its sender
         self._nonces = itertools.count(1)
         self._awaited: int | None = None  # loop thread: nonce of the Ping without a Pong
+        self._rhythm = Rhythm()
+        self._waking: int | None = None  # nonce of the Ping that wakes the path, until its Pong
+        self._wake_timer: asyncio.TimerHandle | None = None
 
     def send(self, message: pb.DraftRequest) -> None:
         """From any thread; messages leave in the order they were given."""
-        self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+        self._loop.call_soon_threadsafe(self._put, message)
+
+    def _put(self, message: pb.DraftRequest) -> None:
+        self._outbox.put_nowait(message)
+        self._cancel_waking()
+        self._rhythm.sent(self._loop.time())
 
     def probe(self, delay_s: float) -> None:
         """From any thread: drafting is suspended until the Pong to a Ping sent in `delay_s`."""
@@ -86,6 +95,22 @@ class DraftLink:
         self._awaited = next(self._nonces)
         self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=self._awaited)))
 
+    def _answered(self, proposals: pb.Proposals) -> None:
+        """Between two steps the path falls asleep; a Ping just before the next one wakes it."""
+        self._cancel_waking()
+        delay = self._rhythm.answered(self._loop.time(), proposals.queue_us / 1e6)
+        if delay is not None and self._waking is None and self.answering:
+            self._wake_timer = self._loop.call_later(delay, self._wake)
+
+    def _wake(self) -> None:
+        self._waking = next(self._nonces)
+        self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=self._waking)))
+
+    def _cancel_waking(self) -> None:
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+            self._wake_timer = None
+
     async def write(self, call: "_Call") -> None:
         """Until cancelled or the stream breaks."""
         while True:
@@ -99,8 +124,10 @@ class DraftLink:
             if not isinstance(message, pb.DraftResponse):  # end of stream
                 return reason
             if message.HasField("pong"):
+                if message.pong.nonce == self._waking:
+                    self._waking = None
                 if message.pong.nonce != self._awaited:
-                    continue  # nobody asked: it must not end a suspension
+                    continue  # nobody waits for it: it must not end a suspension
                 self._awaited, self.answering = None, True
                 self._on_change(True)
             if message.HasField("drain") and not self.lost:
@@ -110,12 +137,15 @@ class DraftLink:
             elif self.inbox.qsize() >= _MAX_UNREAD:
                 return f"{_MAX_UNREAD} messages that nobody asked for"
             else:
-                self.inbox.put(message)
+                self.inbox.put(message)  # first of all: the engine may be waiting
+                if message.HasField("proposals"):
+                    self._answered(message.proposals)
 
     def lose(self) -> None:
         """Nothing will come any more; wakes an engine that waits."""
         if not self.lost:
             self.lost = True
+            self._cancel_waking()
             self.inbox.put(None)
 
 
@@ -187,6 +217,13 @@ class DraftConnector:
                 first = await call.read()
             if not isinstance(first, pb.DraftResponse) or not first.HasField("welcome"):
                 return False, "the drafter's first message is no welcome"
+            spoken = first.welcome.protocol_version
+            if spoken != PROTOCOL_VERSION:
+                self._refuse()
+                return False, (
+                    f"the drafter speaks protocol_version {spoken}, this verifier "
+                    f"{PROTOCOL_VERSION}; run both from the same release"
+                )
             link = self.link = DraftLink(first.welcome, self._on_change)
             self.refused = False
             log.info("drafter joined", extra=fields(drafter=first.welcome.drafter_id))
@@ -195,9 +232,9 @@ class DraftConnector:
         except TimeoutError:
             return False, f"no welcome within {_WELCOME_TIMEOUT_S} s"
         except grpc.aio.AioRpcError as error:
-            self.refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            if self.refused:
-                self._telemetry.record(M.CONTRACT_MISMATCH)
+            self.refused = False
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                self._refuse()
             return link is not None, f"{error.code().name}: {error.details()}"
         finally:
             if link is not None:
@@ -206,6 +243,10 @@ class DraftConnector:
                 self._on_change(False)
             call.cancel()
             await channel.close()
+
+    def _refuse(self) -> None:
+        self.refused = True
+        self._telemetry.record(M.CONTRACT_MISMATCH)
 
     async def _use(self, link: DraftLink, call: _Call) -> str:
         writer = asyncio.ensure_future(link.write(call))

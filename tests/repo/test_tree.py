@@ -29,6 +29,7 @@ PURE = {
     "verifier_svc/events.py",
     "verifier_svc/kv_blocks.py",
     "verifier_svc/request.py",
+    "verifier_svc/rhythm.py",
     "verifier_svc/scheduler.py",
     "verifier_svc/verify_len.py",
     "drafter_svc/batcher.py",
@@ -40,6 +41,7 @@ PURE = {
 EDGES = {
     "common/client.py",
     "drafter_svc/service.py",
+    "drafter_svc/wire.py",
     "verifier_svc/draft_link.py",
     "verifier_svc/drafter_client.py",
     "verifier_svc/service.py",

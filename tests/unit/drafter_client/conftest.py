@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 
-from common.contract import Contract
+from common.contract import PROTOCOL_VERSION, Contract
 from common.pb.v1 import drafter_pb2 as pb
 from common.pb.v1 import drafter_pb2_grpc
 from common.telemetry import Metric, Telemetry
@@ -65,7 +65,12 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
         self.answer, self.refusal, self.closes = answer or Rig.good, "", False
         self.reads, self.pongs = asyncio.Event(), True
         self.reads.set()
-        self.welcome = {"max_sessions": 8, "max_step_rows": 64, "max_context_len": 400}
+        self.welcome = {
+            "protocol_version": PROTOCOL_VERSION,
+            "max_sessions": 8,
+            "max_step_rows": 64,
+            "max_context_len": 400,
+        }
         self.hellos: list[pb.Hello] = []
         self.steps: list[pb.Step] = []
         self.pings = self.num_open = self.byes = 0

@@ -153,6 +153,41 @@ def test_a_restarted_drafter_gets_everything_again_from_row_0(rig: Any) -> None:
     assert rig.changes == [True, False, True]
 
 
+def test_the_path_is_woken_before_the_next_step_is_due(rig: Any) -> None:
+    fake, req = rig.connect(), rig.request()
+    rig.propose(req)
+    assert not fake.pings
+    time.sleep(0.2)  # the target runs
+    rig.propose(req)
+    assert not fake.pings  # no pause was known before
+    rig.eventually(lambda: fake.pings == 1, 0.5)
+    time.sleep(0.1)
+    rig.propose(req)
+    assert fake.pings == 1 and rig.changes == [True]  # its Pong means nothing else
+
+
+def test_the_path_is_not_woken_again_before_the_last_ping_is_answered(rig: Any) -> None:
+    fake, req = rig.connect(pongs=False), rig.request()
+    for _ in range(4):
+        rig.propose(req)
+        time.sleep(0.03)
+    assert fake.pings == 1
+
+
+def test_another_protocol_version_is_refused_saying_both(rig: Any) -> None:
+    fake = rig.serve()
+    fake.welcome["protocol_version"] = 7
+    rig.on_loop(rig.client.start())
+    rig.eventually(lambda: rig.state == "REFUSED")
+    detail = rig.client.status().detail
+    assert "protocol_version 7, this verifier 1; run both" in detail
+    assert not rig.propose(rig.request())[0].by_session and not fake.steps
+    assert rig.counts.of["contract_mismatch"] and rig.changes == []
+    rig.kill()
+    rig.serve()
+    rig.eventually(lambda: rig.state == "READY")  # the right one took its place
+
+
 def test_a_drafter_of_another_contract_is_never_used(rig: Any) -> None:
     fake = rig.serve(refusal="block_size: 7 here, 4 at the peer")
     rig.on_loop(rig.client.start())
