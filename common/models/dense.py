@@ -16,17 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import StartupError
 from common.loading.safetensors_files import Checkpoint
 from common.models.config import TargetConfig
 from common.models.interfaces import Numerics
+from common.models.invariance import SLICE, rows_of
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.block import Block, RMSNorm
 from common.nn.linear import Linear
 from common.nn.paged_kv import PagedKV
 from common.nn.rope import Rotary
-
-SLICE = 8  # rows of a batch-invariant slice: holds an anchor and a block of seven drafts
 
 
 class DenseTarget:
@@ -56,8 +54,6 @@ class DenseTarget:
         for i in range(config.num_layers):
             weights.ignore(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
         self.rotary = Rotary(config.rope, weights.device)
-        if numerics == "batch_invariant":
-            self._check_invariance()
 
     def num_recent_blocks(
         self, kv_block_size: int, max_requests: int, max_batch_tokens: int
@@ -106,28 +102,6 @@ class DenseTarget:
         parts = [self.lm_head(self.norm(_padded(part))) for part in hidden.split(SLICE)]
         return torch.cat(parts)[: hidden.shape[0]].float()
 
-    def _check_invariance(self) -> None:
-        """Kernels see fixed shapes; this asks them whether a row's place in a slice matters.
-
-        Raises StartupError if it does on this machine.
-        """
-        token_ids = torch.arange(SLICE, device=self.device) % self.config.vocab_size
-        segments = [Segment(i, 1, 1, (i,)) for i in range(SLICE)]
-        slots, positions = torch.arange(SLICE, device=self.device), torch.zeros_like(token_ids)
-        kv = self.new_kv(SLICE, 1)
-
-        def run(ids: Tensor) -> tuple[Tensor, Tensor]:
-            hidden, _ = self.forward(ids, kv, AttentionBatch(segments, slots, positions))
-            return hidden, self.logits(hidden)
-
-        turned = (x.roll(-3, 0) for x in run(token_ids.roll(3)))
-        if not all(torch.equal(a, b) for a, b in zip(run(token_ids), turned, strict=True)):
-            raise StartupError(
-                "batch-invariant numerics cannot be kept here: on this machine a matrix kernel "
-                f"rounds a row by its place among {SLICE} rows ({self.dtype}, {self.device}); "
-                "start without batch-invariant numerics"
-            )
-
     def _rows(
         self,
         token_ids: Tensor,
@@ -150,7 +124,7 @@ class DenseTarget:
     ) -> tuple[Tensor, Tensor | None]:
         """Slice by slice through all layers: exact, because a row sees only rows before it."""
         assert batch.causal, "slices in row order need causal attention"
-        segments = [row for segment in batch.segments for row in _rows_of(segment)]
+        segments = [row for segment in batch.segments for row in rows_of(segment)]
         hidden, tapped = [], []
         for start in range(0, len(segments), SLICE):
             rows = slice(start, min(start + SLICE, len(segments)))
@@ -165,15 +139,6 @@ class DenseTarget:
             if t is not None:
                 tapped.append(t[:count])
         return torch.cat(hidden), torch.cat(tapped) if tapped else None
-
-
-def _rows_of(segment: Segment) -> list[Segment]:
-    """One segment per row, each with the keys that row sees."""
-    last = segment.num_query - 1
-    return [
-        Segment(segment.query_start + i, 1, segment.context_len - (last - i), segment.block_table)
-        for i in range(segment.num_query)
-    ]
 
 
 def _padded(rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from common.models.deepseek_v4.config import deepseek_v4_config
 from common.models.deepseek_v4.loading import load_deepseek_v4
 from common.models.dense import DenseTarget
 from common.models.interfaces import Numerics, Target, TargetFacts
+from common.models.invariance import check_invariance
 from common.models.llama import LlamaTarget
 from common.models.qwen3 import Qwen3Target
 from common.models.ranks import LeadingTarget
@@ -101,7 +102,8 @@ def load_target(
     """Reads config.json and every tensor. LoadError for anything missing, left over or unbuilt.
 
     With several ranks, all of which call this: this rank's slices. What rank 0 gets has the others,
-    which must `follow_target`, compute with it.
+    which must `follow_target`, compute with it. StartupError where batch-invariant numerics cannot
+    be kept.
     """
     path = Path(path)
     # What cannot work is refused before a weight file is opened.
@@ -110,6 +112,8 @@ def load_target(
     model, report = family.load(path, dtype, device, numerics, parallel)
     if parallel.size > 1:
         report = replace(report, peak_bytes_of_ranks=parallel.gather(report.peak_bytes))
-        if parallel.rank == 0:
-            model = LeadingTarget(model, parallel)
+    if numerics == "batch_invariant":
+        check_invariance(model, dtype, has_head=parallel.rank == 0)
+    if parallel.size > 1 and parallel.rank == 0:
+        model = LeadingTarget(model, parallel)
     return model, report

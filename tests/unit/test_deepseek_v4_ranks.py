@@ -118,12 +118,12 @@ def test_logits_and_taps_are_those_of_one_process(
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
-def test_neighbours_do_not_change_a_row_in_batch_invariant_mode(tmp_path: Path) -> None:
-    """Not even by the order in which the ranks' parts are added, which in a ring depends on where
-    an element lies. In fp32, since rounding to bf16 would hide most of it.
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_neighbours_do_not_change_a_row_in_batch_invariant_mode(pro: Path, num_ranks: int) -> None:
+    """Not by the order in which the ranks' parts are added, which in a ring depends on where an
+    element lies, nor by the scores of 10 experts, of which softplus rounds the last few of a slice
+    in another way. In fp32, since rounding to bf16 would hide most of it.
     """
-    # With 10 experts the router's own matrix kernel minds a row's place.
-    folder = tiny_deepseek_v4(tmp_path, "pro", **PRO | {"n_routed_experts": 12})
     lengths = (3, 9, 2)
     prompts = [torch.arange(n) * 7 % 90 for n in lengths]
 
@@ -140,7 +140,7 @@ def test_neighbours_do_not_change_a_row_in_batch_invariant_mode(tmp_path: Path) 
     def rows(model: Target) -> tuple[Tensor, list[Tensor]]:
         return run(model, (0, 1, 2)), [run(model, (i,)) for i in range(3)]
 
-    together, apart = led(folder, 4, rows, "batch_invariant")
+    together, apart = led(pro, num_ranks, rows, "batch_invariant")
     assert torch.equal(together, torch.cat(apart))
 
 

@@ -14,6 +14,7 @@ from common.models.registry import load_target
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.block import RMSNorm
 from common.nn.linear import Linear
+from common.testing.deepseek_v4 import tiny_deepseek_v4
 from common.testing.numeric import first_mismatch
 from common.testing.tiny import Family, tiny_target
 
@@ -83,10 +84,13 @@ def test_rows_do_not_depend_on_their_company(checkpoint: Path, dtype: torch.dtyp
     check()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v4"])
 def test_a_kernel_that_minds_a_rows_place_is_found_at_load(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Linear.__call__
+    make = tiny_deepseek_v4 if family == "deepseek_v4" else tiny_target
+    checkpoint, honest = make(tmp_path), Linear.__call__
+    load_target(checkpoint, torch.float32, numerics="batch_invariant")
 
     def odd(self: Linear, x: torch.Tensor) -> torch.Tensor:
         y = honest(self, x)

@@ -25,8 +25,8 @@ from common.models.deepseek_v4.moe import MixtureOfExperts
 from common.models.deepseek_v4.rotation import PairRotary, Rotaries
 from common.models.deepseek_v4.step import Step, step_of
 from common.models.deepseek_v4.weights import DeepseekV4Weights
-from common.models.dense import SLICE
 from common.models.interfaces import Numerics
+from common.models.invariance import SLICE, rows_of
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.linear import Linear
 
@@ -149,7 +149,7 @@ class DeepseekV4Target:
         self, token_ids: Tensor, kv: DeepseekV4Cache, batch: AttentionBatch, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Slice by slice through all layers, in row order: a row sees only rows before it."""
-        segments = [row for segment in batch.segments for row in _rows_of(segment)]
+        segments = [row for segment in batch.segments for row in rows_of(segment)]
         hidden, tapped = [], []
         for rows in _slices_of(len(segments)):
             own = [
@@ -183,15 +183,6 @@ def head_of(weights: DeepseekV4Weights) -> Linear | None:
 def streams_of(x: Tensor, hc_mult: int) -> Tensor:
     """[T, d] -> equal streams [T, hc, d]."""
     return x[:, None].expand(-1, hc_mult, -1).contiguous()
-
-
-def _rows_of(segment: Segment) -> list[Segment]:
-    """One segment per row, each with the keys that row sees."""
-    last = segment.num_query - 1
-    return [
-        Segment(segment.query_start + i, 1, segment.context_len - (last - i), segment.block_table)
-        for i in range(segment.num_query)
-    ]
 
 
 def _slices_of(num_rows: int) -> list[Tensor]:

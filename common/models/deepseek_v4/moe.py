@@ -4,6 +4,7 @@ The score sqrt(softplus(.)) weights the chosen experts; a bias, where there is o
 All experts clamp gate and up. Router in float32. Knows rows, not requests.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,16 +58,19 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor, token_ids: Tensor, apart: bool) -> Tensor:
         """x [T, d], token_ids [T] -> [T, d].
 
-        apart: no row's result may depend on how many others chose the same expert.
+        apart: no row's result may depend on the other rows, nor on its place among them.
         """
-        mixed = self.experts(x, *self.route(x, token_ids), apart)
+        mixed = self.experts(x, *self._route(x, token_ids, apart), apart)
         if self.shared is not None:
             mixed += self.shared(x).float()
         return self.parallel.sum(mixed, in_rank_order=apart).to(x.dtype)
 
-    def route(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, token_ids: Tensor, apart: bool) -> tuple[Tensor, Tensor]:
         """Experts [T, num_chosen] int64 and their weights, float32."""
-        scores = F.softplus(F.linear(x.float(), self.gate)).sqrt()
+        raw = F.linear(x.float(), self.gate)
+        # On CPU what is left over behind the last full vector is computed in another way.
+        parts = raw.split(1) if apart else [raw]
+        scores = torch.cat([F.softplus(part) for part in parts]).sqrt()
         if self.expert_ids is not None:
             chosen = self.expert_ids[token_ids]
         else:
