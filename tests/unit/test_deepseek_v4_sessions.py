@@ -35,7 +35,7 @@ class Rig:
     """An engine and one link."""
 
     def __init__(self, model: DSparkV4, num_blocks: int = 40) -> None:
-        limits = Limits(num_blocks, KV_BLOCK, B, 8, 8, 4096, context_window=WINDOW)
+        limits = Limits(num_blocks, KV_BLOCK, B, 8, 8, 4096, WINDOW, evict_idle_s=0.0)
         self.sessions = SessionTable(limits)
         self.engine = DraftEngine(model, self.sessions, model.new_kv(num_blocks, KV_BLOCK))
         self.form = RowForm(False, "fp32", model.config.feature_width)
@@ -98,6 +98,18 @@ def test_rows_that_leave_the_window_within_a_batch_are_skipped(
     (last,) = rig.run(*steps)
     (want,) = alone.run(alone.step(rows, entry(0, 0, 72, drafts=B)))
     assert ids(last) == ids(want)
+
+
+def test_an_evicted_session_that_comes_back_drafts_the_same(model: DSparkV4, rows: Tensor) -> None:
+    """With the window's rows alone, in blocks that another session has written meanwhile."""
+    rig, alone = Rig(model, num_blocks=6), Rig(model)
+    (kept,) = rig.run(rig.step(rows, entry(53, 53, 61, drafts=B)))
+    (other,) = rig.run(rig.step(rows, entry(12, 12, 20, drafts=B, session_id=2)))
+    (gone,) = rig.run(rig.step(rows, entry(53, 61, 63, drafts=B)))
+    assert kept.status is other.status is Status.OK and gone.status is Status.UNKNOWN_SESSION
+    (back,) = rig.run(rig.step(rows, replace(entry(55, 55, 63, drafts=B), epoch=2)))
+    (want,) = alone.run(alone.step(rows, entry(0, 0, 63, drafts=B)))
+    assert ids(back) == ids(want)
 
 
 @pytest.mark.parametrize(

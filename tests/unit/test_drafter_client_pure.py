@@ -217,6 +217,8 @@ def test_rows_sent_in_one_epoch_are_always_gapless(
                 held[ask.epoch] = ask.anchor_position
                 assert ask.num_rows <= max_step_rows
                 assert window or not ask.first_len
+                if window:  # no row that no block will look at
+                    assert ask.base_len >= max(0, len(req.token_ids) - 1 - window)
                 if ask.num_drafts:
                     assert ask.anchor_position == len(req.token_ids) - 1
                     assert ask.first_len <= max(0, ask.anchor_position - window)
