@@ -118,25 +118,29 @@ def test_matrices_that_are_stored_differently_meet_as_real_numbers(
         assert max_difference(found, expected) < 1e-4
 
 
-def test_the_drafter_computes_the_same(folder: Path) -> None:
-    config = drafter_config(folder)
-    drafts, projected = [], []
-    for keep in (False, True):
+def test_the_drafter_computes_the_same(folder: Path, tmp_path: Path) -> None:
+    """Also from an NVFP4 repack, whose `mtp.*` stays MXFP4."""
+    config, nvfp4 = drafter_config(folder), rewritten(folder, tmp_path, repack_nvfp4)
+    results = []
+    for source, keep in ((folder, False), (folder, True), (nvfp4, False), (nvfp4, True)):
         weights = DeepseekV4Weights(
-            folder, config.model, "drafter", torch.float32, "cpu", ALONE, keep
+            source, config.model, "drafter", torch.float32, "cpu", ALONE, keep
         )
         with torch.inference_mode():
             model = DSparkV4(config, weights)
         assert isinstance(model.project.proj, QuantLinear if keep else Linear)
+        num_experts = 3 * 3 * config.model.num_experts
+        said = any(f"{num_experts} matrices kept as mxfp4/32" in n for n in weights.finish().notes)
+        assert said == keep
         kv, table = model.new_kv(4, 16), [[2, 0, 1]]
         generator = torch.Generator().manual_seed(0)
         rows = model.project(torch.randn(20, config.feature_width, generator=generator))
         slots = torch.tensor(kv.slots_of(table[0], 0, 20))
         model.ingest(rows, kv, slots, torch.arange(20))
         hidden, logits = model.block(torch.tensor([5]), torch.tensor([20]), 5, kv, table)
-        projected.append(rows)
-        drafts.append(torch.cat([hidden, logits], dim=2))
-    assert max_difference(*projected) < 1e-4 and max_difference(*drafts) < 1e-4
+        results.append(torch.cat([rows.flatten(), hidden.flatten(), logits.flatten()]))
+    for found in results[1:]:
+        assert max_difference(found, results[0]) < 1e-4
 
 
 @pytest.mark.parametrize("by_token_id", [True, False])
