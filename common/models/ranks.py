@@ -2,9 +2,9 @@
 
 `LeadingTarget` and `LeadingDrafter` stand before rank 0's model; whoever calls them sees a model
 like any other. Before each computation they send what the other ranks need to do it too: token ids,
-positions, block tables. `follow_target` and `follow_drafter` are those ranks' life. A cache exists
-on every rank and lives through the same steps in the same order, so its rows lie in the same
-places. Knows no family and no request.
+places, block tables. `follow_target` and `follow_drafter` are those ranks' life. A cache exists on
+every rank and lives through the same steps in the same order, so its rows lie in the same places.
+Knows no family and no request.
 """
 
 from array import array
@@ -173,7 +173,6 @@ class LeadingTarget:
         order = _Writer(Order.FORWARD)
         order.numbers(kv.take_released())
         order.numbers(token_ids.tolist())
-        order.numbers(batch.positions.tolist())
         order.segments(batch.segments, kv.kv_block_size)
         self._parallel.send(order.values)
         return self._own.forward(token_ids, kv.own, batch, taps)
@@ -193,15 +192,16 @@ def follow_target(own: Target, parallel: Parallel) -> None:
             continue
         assert kv is not None, "a forward before a cache"
         kv.release(message.numbers())
-        token_ids, positions = (_ids(message.numbers(), own.device) for _ in range(2))
+        token_ids = _ids(message.numbers(), own.device)
         segments = message.segments()
         kv.prepare(segments)
-        slots = [
-            slot
-            for s in segments
-            for slot in kv.slots_of(s.block_table, s.context_len - s.num_query, s.context_len)
-        ]
-        batch = AttentionBatch(segments, _ids(slots, own.device), positions)
+        slots: list[int] = []
+        positions: list[int] = []
+        for s in segments:
+            rows = range(s.context_len - s.num_query, s.context_len)
+            slots += kv.slots_of(s.block_table, rows.start, rows.stop)
+            positions += rows
+        batch = AttentionBatch(segments, _ids(slots, own.device), _ids(positions, own.device))
         own.forward(token_ids, kv, batch)
         kv.settle(segments)
 

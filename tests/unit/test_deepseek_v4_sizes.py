@@ -91,7 +91,7 @@ class Ledger(DeepseekV4Weights):
     def leave(self, name: str, shard: int | None = None) -> None:
         pass
 
-    def tensor(self, name: str, shape: tuple[int, ...], shard: int | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         value = torch.empty(shape, device="meta")
         self.book(value.numel() * (2 if name.endswith(".weight") else 4))
         return value

@@ -142,9 +142,9 @@ class DeepseekV4Weights(Checkpoint):
         """Whether the checkpoint holds a tensor for this place."""
         return ModelTensor(name, shard) in self._places
 
-    def tensor(self, name: str, shape: tuple[int, ...], shard: int | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An unquantised tensor in the model's dtype."""
-        return self.take(self._source(name, shape, shard), shape)
+        return self.take(self._source(name, shape), shape)
 
     def float32(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Tensor:
         """An unquantised tensor, or some of its rows, that the model computes with in float32."""
