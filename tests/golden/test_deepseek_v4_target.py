@@ -173,13 +173,17 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["flash", "pro"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    kind = request.param
+    """One with a window shorter than an HCA group, one where both are as long, as released."""
+    kind, sizes = request.param, {"compress_rate_hca": BLOCK}
+    sizes["sliding_window"] = {"flash": BLOCK // 2, "pro": BLOCK}[kind]
     folder = tmp_path_factory.mktemp(kind)
-    return Pair(tiny_deepseek_v4(folder, kind, compress_rate_hca=16, noise=1.0, sharpness=1.0))
+    return Pair(tiny_deepseek_v4(folder, kind, noise=1.0, sharpness=1.0, **sizes))
 
 
 def test_any_length_equals_transformers(pair: Pair) -> None:
-    """Window 8, CSA groups of 4, HCA groups of 16, index top 4 or 6; YaRN from position 0 on."""
+    """Windows of 8 and 16, CSA groups of 4, HCA groups of 16, index top 4 and 6; YaRN from position
+    0 on.
+    """
     for length in (1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 90):
         ids = some_ids(length, length)
         got, _ = Requests(pair.model).step({"a": ids})
