@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from common.config import ServiceConfig
 from common.errors import StartupError
 from common.health import Health
+from common.huge_pages import use_huge_pages
 from common.interceptors import ErrorInterceptor
 from common.logs import fields
 from common.telemetry import Telemetry, start_telemetry
@@ -117,6 +118,8 @@ async def _serve(
             # What was loaded lives as long as the process: no later collection walks it again.
             gc.collect()
             gc.freeze()
+            if config.huge_pages:
+                log.info("huge pages", extra=fields(num_bytes=use_huge_pages()))
             await server.start()
             await service.start(health)
             log.info("serving", extra=fields(address=address))
