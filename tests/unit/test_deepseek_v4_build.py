@@ -71,10 +71,22 @@ def test_a_drafter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
     flags = ["--model", folder, "--target-model"]
     with pytest.raises(LoadError, match=r"rope is .* there, .* here"):
         drafter(*flags, edited(folder, tmp_path / "rope", rope_theta=5000))
+    with pytest.raises(LoadError, match="num_hash_layers is 0 there, 2 here"):
+        unhashed = edited(folder, tmp_path / "hash", num_hash_layers=0)
+        drafter("--model", unhashed, "--target-model", folder)
     with pytest.raises(ConfigError, match="hidden size"):
         drafter(*flags, edited(folder, tmp_path / "wide", hidden_size=128))
     with pytest.raises(StartupError, match="1 KV blocks of 4 tokens cannot hold"):
         drafter(*flags, folder, "--kv-blocks", "1", "--kv-block-size", "4")
+
+
+def test_a_target_that_is_stored_in_another_way_is_the_same_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    """And one whose texts end with other tokens."""
+    repack = edited(folder, tmp_path / "repack", expert_dtype="fp8", eos_token_id=[94, 95])
+    loaded = drafter("--model", folder, "--target-model", repack)
+    assert loaded.contract == read_contract(folder, folder)
 
 
 def test_block_sizes_and_rooms_that_cannot_work_are_refused(folder: Path, tmp_path: Path) -> None:
