@@ -100,6 +100,8 @@ def build_service(
         stall_seconds=config.stall_seconds,
     )
     to_loop.deliver = service.deliver
+    if drafter is not None:
+        drafter.meanwhile = engine.flush
     return service
 
 

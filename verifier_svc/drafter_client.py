@@ -46,6 +46,8 @@ class DrafterClient:
         self._unanswered: dict[int, list[Ask]] = {}  # step id -> what it asked
         self._last_step_id = 0
         self._complained = False  # of this link, in the log
+        # Called by `propose` between sending and waiting: what else the engine thread has to do.
+        self.meanwhile: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Connects in the background."""
@@ -85,6 +87,7 @@ class DrafterClient:
         step_id = self._send(link, asks, features)
         if not any(ask.num_drafts for ask in asks):
             return Drafts()
+        self.meanwhile()
         return self._wait_for(link, step_id)
 
     def release(self, request: Request) -> None:

@@ -1,7 +1,8 @@
 """The verifier's engine: one thread that runs step after step while requests are there.
 
 Other threads may call submit, abort, gauges, problem and stop; all else belongs to its own thread.
-Each step hands its events to `emit` in one call. Knows neither asyncio, grpc nor torch.
+Each step hands its events to `emit` in one call, once the next step is on its way to the drafter:
+what clients read must not hold up what the drafter waits for. Knows no asyncio, grpc or torch.
 """
 
 import logging
@@ -53,6 +54,7 @@ class Engine:
         self._problem: str | None = None
         self._turn_began: float | None = None  # monotonic; None while idle
         self._unended: dict[str, None] = {}  # taken requests whose end is not emitted; own thread
+        self._pending: list[Event] = []  # not emitted yet; own thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- any thread -----------------------------------------------------------------------------
@@ -125,6 +127,7 @@ class Engine:
         plan = self._scheduler.plan()
         planned = time.monotonic()
         drafts = self._drafter.propose(plan, self._runner.features)
+        self.flush()  # unless the drafter did while it waited
         drafted = time.monotonic()
         drafts = self._verify_length.choose(plan, drafts)
         logits = self._runner.forward(plan, drafts)
@@ -142,6 +145,15 @@ class Engine:
             times.verify += verified - computed
             times.round += ended - began
         return events
+
+    def flush(self) -> None:
+        """Emits what the step before left; called when the next one is on its way."""
+        events, self._pending = self._pending, []
+        if events:
+            self._emit(events)
+        for event in events:
+            if isinstance(event, Finished):
+                del self._unended[event.request_id]
 
     def _run(self) -> None:
         try:
@@ -167,19 +179,17 @@ class Engine:
                 request = self._added.popleft()
                 self._unended[request.request_id] = None
                 self._scheduler.add(request)
-        events: list[Event] = [
+        self._pending += [
             self._scheduler.abort(request) for request in aborted if self._scheduler.holds(request)
         ]
         if self._scheduler.has_work:
-            events += self.step()
-        if events:
-            self._emit(events)
-        for event in events:
-            if isinstance(event, Finished):
-                del self._unended[event.request_id]
+            self._pending = self.step()  # which emits what was pending
+        if not self._scheduler.has_work:
+            self.flush()
 
     def _end(self, crash: BaseException | None) -> None:
         """The last thing the thread does: nobody is left waiting."""
+        self.flush()
         with self._changed:
             self._problem = (
                 "the engine was stopped" if crash is None else f"the engine crashed: {crash!r}"
