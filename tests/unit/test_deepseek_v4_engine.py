@@ -114,6 +114,10 @@ def run(
         scheduler.add(request)
     while scheduler.has_work:
         engine.step()
+    if recent is not None and recent < num_blocks:
+        # All room for recent rows was given back: it holds as many blocks of another request.
+        length = recent * KV_BLOCK
+        kv.prepare([Segment(0, length, length, range(num_blocks - recent, num_blocks))])
     return requests, scheduler
 
 

@@ -1,4 +1,4 @@
-"""Shared-expert padding and draft tensor names of DeepSeek-V4, as the loader will use them."""
+"""Shared-expert padding and draft tensor names of DeepSeek-V4."""
 
 import pytest
 from hypothesis import given, settings
