@@ -39,10 +39,11 @@ def device_of(name: str, local_rank: int | None = None) -> torch.device:
 
 
 class PeakMemory:
-    """How far memory rose above where it stood when this was made.
+    """How far memory rose since this was made.
 
-    On CUDA what torch allocated on the device, elsewhere the resident memory of the process, pages
-    of mapped files that were read included.
+    On CUDA what torch allocated on the device. Elsewhere the resident memory of the process, pages
+    of mapped files that were read included, above the most that it ever had before: of a process
+    that just started.
     """
 
     def __init__(self, device: torch.device | str) -> None:
