@@ -73,8 +73,8 @@ class Shards:
         return range(min(start, size), min(start + per_rank, size))
 
     def _even(self, count: int) -> range:
-        per_rank = count // self.parallel.size
-        return _times(range(self.parallel.rank, self.parallel.rank + 1), per_rank)
+        per_rank, rank = count // self.parallel.size, self.parallel.rank
+        return range(rank * per_rank, (rank + 1) * per_rank)
 
 
 def check_ranks(config: DeepseekV4Config, name: str, num_ranks: int) -> None:
