@@ -24,6 +24,7 @@ from rich.console import Console
 
 from common.cli.demo import MEASURED_PROMPTS, embedded_pair
 from common.cli.processes import ServiceProcess, exit_on_sigterm
+from common.huge_pages import use_huge_pages
 from common.loading.chat import ChatTemplate
 from common.loading.tokenizer import StreamDecoder, Tokenizer
 from common.models.contracts import read_contract
@@ -135,6 +136,7 @@ def main() -> None:
                 )
                 for way, drafter in (("split", client), ("local", local))
             }
+            use_huge_pages()  # as the services do
             compare(benches, prompts, args.rounds, args.repeats)
             asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
