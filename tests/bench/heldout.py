@@ -1,6 +1,6 @@
 """Acceptance and end-to-end speed-up of the embedded pair on the 30 held-out prompts.
 
-    python tests/bench/heldout.py [--runs 5] [--max-tokens 128] [--limit N]
+    python tests/bench/heldout.py [--runs 5] [--max-tokens 128] [--limit N] [--min-survival S]
 
 Both services run as processes on Unix sockets, one thread each; every prompt is generated at
 temperature 0 without and with drafting, in turn, on one verifier. A run is one pass over them all;
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=30)
+    parser.add_argument("--min-survival", default="0", help="of the verifier: 0 verifies all")
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(stderr=True)
@@ -60,7 +61,7 @@ def main() -> None:
     results: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="dspark-bench-") as folder:
         pair = DemoPair(target, drafter, Path(folder))
-        with pair.drafter(), pair.verifier() as client:
+        with pair.drafter(), pair.verifier("--min-survival", args.min_survival) as client:
             one_pass(client, prompts[:1], 16)
             for index in range(args.runs):
                 done = one_pass(client, prompts, args.max_tokens)
