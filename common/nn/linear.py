@@ -20,24 +20,22 @@ class Linear:
     """y = x @ weight.T + bias. weight: [out, in]; x: [rows, in], contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._bias = bias
-        self._packed = (
+        self._bias, self._weight = bias, weight.contiguous()
+        # A torch built without oneDNN lacks the operator, so it is looked up only where it is used.
+        self._packed_product = None
+        if (
             weight.device.type == "cpu"
             and torch.backends.mkldnn.is_available()
             and weight.numel() >= PACKED_FROM.get(weight.dtype, weight.numel() + 1)
-        )
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-            if self._packed
-            else weight.contiguous()
-        )
+        ):
+            self._packed_product = torch.ops.mkldnn._linear_pointwise.default
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""
-        if self._packed:
-            return _pointwise(x, self._weight, self._bias, "none", _NO_SCALARS, "")
-        return F.linear(x, self._weight, self._bias)
+        if self._packed_product is None:
+            return F.linear(x, self._weight, self._bias)
+        return self._packed_product(x, self._weight, self._bias, "none", _NO_SCALARS, "")
 
 
 _NO_SCALARS: list[float | None] = []
-_pointwise = torch.ops.mkldnn._linear_pointwise.default
