@@ -32,6 +32,9 @@ MEASURED_PROMPTS = (
     "Write a Python function that returns the sum of all even numbers in a list.",
     "A shop sells pens at 3 dollars each. How much do 7 pens cost? Explain step by step.",
 )
+# Verifying a draft costs about 4 % of a round here; one that is hardly ever reached and kept brings
+# in less. Costs 0.005 tokens a round, gains 1 to 2 % of speed.
+MIN_SURVIVAL = "0.05"
 DRAFTED = "black on green"  # accepted drafts, as the demo shows them
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -165,7 +168,7 @@ class DemoPair:
         sts = self.draft_model / "sts.json"
         own = ["--model", str(self.target), "--draft-model", str(self.draft_model)]
         own += ["--drafter", f"unix:{self.folder}/drafter_svc.sock", "--threads", "1"]
-        own += ["--sts", str(sts)] if sts.exists() else []
+        own += ["--sts", str(sts), "--min-survival", MIN_SURVIVAL] if sts.exists() else []
         with self._start("verifier_svc", [*own, *flags]) as process:
             client = VerifierClient(process.listen)
             try:

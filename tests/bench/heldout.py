@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.cli.demo import DemoPair, acceptance_length, embedded_pair
+from common.cli.demo import MIN_SURVIVAL, DemoPair, acceptance_length, embedded_pair
 from common.cli.processes import exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.loading.chat import ChatTemplate
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=30)
-    parser.add_argument("--min-survival", default="0", help="of the verifier: 0 verifies all")
+    parser.add_argument("--min-survival", default=MIN_SURVIVAL, help="0: verify every draft")
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(stderr=True)
