@@ -17,7 +17,7 @@ class Settings:
     num_slots: int = 96
     max_prompt: int = 160  # tokens, template included
     max_new: int = 320  # tokens
-    tokens: int = 600_000  # answer tokens
+    tokens: int = 1_270_000  # answer tokens
     minutes: float = 600.0
     threads: int = 1
     # The drafter: small enough that a block costs a few ms on one CPU thread.
@@ -36,16 +36,16 @@ class Settings:
     # The loss compares with the target at this sampling temperature. Most of its users decode at
     # or near 0, where the flat part of a distribution does not count; at 0 itself a row would
     # teach one token only.
-    temperature: float = 0.5
+    temperature: float = 0.3
     # Until then, blocks of two rows over all anchors of 1.5 times as many texts: the same work
     # with twice the anchors, for the part all rows share.
-    short_until: float = 0.78  # share of the steps
-    steps: int = 4350
+    short_until: float = 0.32  # share of the steps
+    steps: int = 5878
     warmup: int = 60
     distill: float = 1.0  # weight at the start of an extra cross entropy against the target
     distill_until: float = 0.5  # share of the steps after which the loss is the paper's alone
-    decay: float = 0.57  # share of the steps, at the end, in which the rate falls to zero
-    learning_rate: float = 3e-3
+    decay: float = 0.71  # share of the steps, at the end, in which the rate falls to zero
+    learning_rate: float = 2.5e-3
     markov_rate: float = 3.0  # times the learning rate: its rows are seen rarely
     clip: float = 1.0
     seed: int = 0
