@@ -26,12 +26,6 @@ class Generation:
     first_token_s: float = 0.0  # from the call to the first delta
     total_s: float = 0.0  # from the call to the end of the stream
 
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens after the first delta's over the time after it, as the client saw it."""
-        seconds = self.total_s - self.first_token_s
-        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
-
 
 class VerifierClient:
     """One channel to one verifier; `address` is unix:PATH or HOST:PORT."""

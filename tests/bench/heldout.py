@@ -17,7 +17,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.cli.demo import MIN_SURVIVAL, DemoPair, acceptance_length, embedded_pair
+from common.cli.demo import (
+    MIN_SURVIVAL,
+    DemoPair,
+    acceptance_length,
+    embedded_pair,
+    tokens_per_s,
+)
 from common.cli.processes import exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.loading.chat import ChatTemplate
@@ -36,12 +42,6 @@ def one_pass(
                 client.generate(prompt, temperature=0.0, max_tokens=max_tokens, drafting=drafting)
             )
     return done
-
-
-def tokens_per_s(generations: list[Generation]) -> float:
-    """All decoded tokens over all decoding time."""
-    tokens = sum(len(g.token_ids) - 1 for g in generations)
-    return tokens / sum(g.total_s - g.first_token_s for g in generations)
 
 
 def main() -> None:
