@@ -80,13 +80,7 @@ def _load(config: DrafterConfig, parallel: Parallel) -> tuple[DraftModel, LoadRe
     torch.set_num_threads(config.service.threads)
     dtype = DTYPES[config.dtype]
     model, report = load_drafter(config.model, config.target_model, dtype, device, parallel)
-    facts = fields(
-        rank=report.rank,
-        num_bytes=report.num_bytes,
-        peak_bytes=report.peak_bytes,
-        report=report.to_json(),
-    )
-    log.info("drafter loaded", extra=facts)
+    log.info("drafter loaded", extra=fields(**report.facts()))
     return model, report
 
 

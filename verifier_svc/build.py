@@ -122,13 +122,7 @@ def _load(
     numerics: Numerics = "batch_invariant" if config.batch_invariant else "fast"
     dtype = DTYPES[config.dtype]
     model, report = load_target(config.model, dtype, device, numerics, parallel)
-    facts = fields(
-        rank=report.rank,
-        num_bytes=report.num_bytes,
-        peak_bytes=report.peak_bytes,
-        report=report.to_json(),
-    )
-    log.info("target loaded", extra=facts)
+    log.info("target loaded", extra=fields(**report.facts()))
     return model, report
 
 

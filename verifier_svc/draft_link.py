@@ -89,11 +89,10 @@ class DraftLink:
         if not self.lost:
             self.answering = False
             self._on_change(False)
-            self._loop.call_later(delay_s, self._ping)
+            self._loop.call_later(delay_s, self._probe)
 
-    def _ping(self) -> None:
-        self._awaited = next(self._nonces)
-        self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=self._awaited)))
+    def _probe(self) -> None:
+        self._awaited = self._ping()
 
     def _answered(self, proposals: pb.Proposals) -> None:
         """Between two steps the path falls asleep; a Ping just before the next one wakes it."""
@@ -103,8 +102,13 @@ class DraftLink:
             self._wake_timer = self._loop.call_later(delay, self._wake)
 
     def _wake(self) -> None:
-        self._waking = next(self._nonces)
-        self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=self._waking)))
+        self._waking = self._ping()
+
+    def _ping(self) -> int:
+        """Returns the nonce that the Pong will carry."""
+        nonce = next(self._nonces)
+        self._outbox.put_nowait(pb.DraftRequest(ping=pb.Ping(nonce=nonce)))
+        return nonce
 
     def _cancel_waking(self) -> None:
         if self._wake_timer is not None:

@@ -225,7 +225,7 @@ def acceptance_length(generations: list[Generation]) -> float:
 
 
 def tokens_per_s(generations: list[Generation]) -> float:
-    """All tokens after each first delta's over all time after it: no prompt counts double."""
+    """All tokens after each first delta's over all time after it, as the client saw it."""
     tokens = sum(len(g.token_ids) - 1 for g in generations)
     return tokens / sum(g.total_s - g.first_token_s for g in generations)
 

@@ -43,6 +43,15 @@ class LoadReport:
     num_elsewhere: int = 0
     peak_bytes_of_ranks: tuple[int, ...] = ()
 
+    def facts(self) -> dict[str, object]:
+        """For the log: what is looked for first, and all of it."""
+        return {
+            "rank": self.rank,
+            "num_bytes": self.num_bytes,
+            "peak_bytes": self.peak_bytes,
+            "report": self.to_json(),
+        }
+
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(asdict(self))

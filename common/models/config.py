@@ -90,9 +90,19 @@ def block_shape(raw: Mapping[str, Any], where: str, qk_norm: bool) -> BlockShape
 def positive(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     """An integer above zero, or `default` if the key is absent or null."""
     value = raw.get(key)
+    return _integer(default if value is None else value, 1, f"{where}: {key}", "a positive integer")
+
+
+def whole(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """An integer from zero on, or `default` if the key is absent or null."""
+    value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise LoadError(f"{where}: {key} is {value!r}; a positive integer is needed")
+    return _integer(value, 0, f"{where}: {key}", "an integer from 0 on")
+
+
+def _integer(value: object, least: int, name: str, wanted: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise LoadError(f"{name} is {value!r}; {wanted} is needed")
     return value
 
 

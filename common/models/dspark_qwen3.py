@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.errors import LoadError
 from common.loading.safetensors_files import Checkpoint, LoadReport, read_json
-from common.models.config import block_shape, flag, positive
+from common.models.config import block_shape, flag, positive, whole
 from common.models.interfaces import TargetFacts
 from common.models.markov import HEADS, ConfidenceHead, VanillaHead
 from common.models.registry import read_target_config
@@ -67,10 +67,10 @@ def drafter_config(path: Path, target: TargetFacts) -> DrafterConfig:
         num_layers=positive(raw, "num_hidden_layers", where),
         block_size=positive(raw, "block_size", where),
         target_layer_ids=_layer_ids(raw, where, target),
-        mask_token_id=_whole(raw, "mask_token_id", where),
+        mask_token_id=whole(raw, "mask_token_id", where),
         vocab_size=positive(raw, "vocab_size", where),
         draft_vocab_size=positive(raw, "draft_vocab_size", where, default=raw.get("vocab_size")),
-        markov_rank=_whole(raw, "markov_rank", where, default=0),
+        markov_rank=whole(raw, "markov_rank", where, default=0),
         markov_head_type=str(raw.get("markov_head_type") or "vanilla"),
         has_confidence=flag(raw, "enable_confidence_head", where),
         confidence_with_markov=flag(raw, "confidence_head_with_markov", where),
@@ -80,19 +80,11 @@ def drafter_config(path: Path, target: TargetFacts) -> DrafterConfig:
     return config
 
 
-def _whole(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LoadError(f"{where}: {key} is {value!r}; an integer from 0 on is needed")
-    return value
-
-
 def _layer_ids(raw: Mapping[str, Any], where: str, target: TargetFacts) -> tuple[int, ...]:
     ids: Any = raw.get("target_layer_ids")
     last = target.num_layers - 2  # reference code hands out the last layer's rows after a norm
-    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if not whole or ids != sorted(set(ids)) or not ids or ids[0] < -1 or ids[-1] > last:
+    integers = isinstance(ids, list) and all(type(i) is int for i in ids)
+    if not integers or ids != sorted(set(ids)) or not ids or ids[0] < -1 or ids[-1] > last:
         raise LoadError(
             f"{where}: target_layer_ids {ids!r} must rise strictly inside -1..{last} (the target "
             f"has {target.num_layers} layers, its last one cannot be tapped)"

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import LoadError
-from drafter_svc.training.model import Blocks, Columns
-from drafter_svc.training.shards import Text, list_shards
+from drafter_svc.training.model import Blocks, Columns, DrafterConfig
+from drafter_svc.training.settings import Settings
+from drafter_svc.training.shards import Text, list_shards, read_meta
 
 PRIOR_SHARE = 0.05
 LSE_COLUMNS = 32  # keeps the product's inner size a multiple of 32
@@ -236,3 +237,11 @@ class Packer:
         # What lies outside the draft vocabulary counts as one token: close, and never too little.
         total = probs.sum(-1, dtype=torch.float32) + missing.pow(1 / self.temperature)
         return probs.div_(total[:, None].to(probs.dtype))
+
+
+def packer_for(settings: Settings, config: DrafterConfig, head: Tensor, d2t: Tensor) -> Packer:
+    """The packer of the settings' shards for a drafter. head: [V, d], the target's."""
+    stored = read_meta(list_shards(settings.data)[0])["taps"]
+    return Packer(
+        head, d2t, config.block_size, stored, config.target_layer_ids, settings.temperature
+    )

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter_svc.training.data import Corpus, Packer, choose_anchors, read_text
+from drafter_svc.training.data import Corpus, Packer, choose_anchors, packer_for, read_text
 from drafter_svc.training.heldout import held_out_texts
 from drafter_svc.training.loss import accepted_greedy, survival
 from drafter_svc.training.model import Drafter, DrafterConfig
 from drafter_svc.training.settings import Settings, parse_settings
-from drafter_svc.training.shards import Text, list_shards, read_meta
+from drafter_svc.training.shards import Text
 from drafter_svc.training.start import EMBED, HEAD, target_tensors
 
 log = logging.getLogger("dspark.report")
@@ -148,12 +148,7 @@ def open_drafter(settings: Settings) -> tuple[Drafter, Packer]:
     """The exported drafter of `settings.out` with the packer that fits it."""
     target = target_tensors(settings.target)
     drafter = load_drafter(settings.out, target)
-    config, head = drafter.config, target[HEAD]
-    stored = read_meta(list_shards(settings.data)[0])["taps"]
-    layers = config.target_layer_ids
-    return drafter, Packer(
-        head, drafter.d2t, config.block_size, stored, layers, settings.temperature
-    )
+    return drafter, packer_for(settings, drafter.config, target[HEAD], drafter.d2t)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,14 +17,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafter_svc.training.data import Corpus, Packer, choose_anchors, draft_vocabulary, read_text
+from drafter_svc.training.data import (
+    Corpus,
+    choose_anchors,
+    draft_vocabulary,
+    packer_for,
+    read_text,
+)
 from drafter_svc.training.export import export
 from drafter_svc.training.loss import dspark_loss, survival
 from drafter_svc.training.model import Drafter
 from drafter_svc.training.optimiser import Optimiser
 from drafter_svc.training.report import evaluate, summary
 from drafter_svc.training.settings import Settings, parse_settings
-from drafter_svc.training.shards import list_shards, read_meta
 from drafter_svc.training.start import HEAD, adopt, drafter_config, new_drafter, target_tensors
 
 log = logging.getLogger("dspark.train")
@@ -46,19 +51,15 @@ class Trainer:
         config = drafter_config(settings)
         tensors = load_file(settings.data / STATE) if saved else {}
         d2t = tensors["d2t"] if saved else self._draft_vocabulary(config.draft_vocab_size)
-        stored = read_meta(list_shards(settings.data)[0])["taps"]
-        head = self.target[HEAD]
-        self.packer = Packer(
-            head, d2t, config.block_size, stored, config.target_layer_ids, settings.temperature
-        )
+        self.packer = packer_for(settings, config, self.target[HEAD], d2t)
         self.drafter: Drafter = new_drafter(config, self.target, d2t, self._sample(), settings.seed)
         named = self.drafter.named_parameters()
         self.weights = {name: weight for name, weight in named if weight.requires_grad}
         self.optimiser = Optimiser(self.weights, settings.markov_rate)
-        if settings.start is not None and not saved:
-            adopt(self.drafter, settings.start)
         if saved:
             self._restore(tensors, saved)
+        elif settings.start is not None:
+            adopt(self.drafter, settings.start)
         self.order = self._shuffled()
 
     def _draft_vocabulary(self, size: int) -> Tensor:

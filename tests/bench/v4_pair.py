@@ -3,10 +3,10 @@
     python tests/bench/v4_pair.py [--runs 5] [--tokens 160] [--noise 0.2]
 
 One target and one drafter process, one thread each, on Unix sockets; the modes alternate, at
-temperature 0. Prints one JSON object: tokens/s of both modes, the median of the pairs' ratios, the
-acceptance length, and where a drafted round spends its time. `--noise` says how much the layers
-disturb the bigram table that the drafter knows, so it sets the acceptance. The sizes are far from a
-real model's: this measures the path, not V4.
+temperature 0. Prints one JSON object: tokens/s of both modes and their ratio, over all runs
+together, the acceptance length, and where a drafted round spends its time. `--noise` says how much
+the layers disturb the bigram table that the drafter knows, so it sets the acceptance. The sizes are
+far from a real model's: this measures the path, not V4.
 """
 
 import argparse
