@@ -9,12 +9,15 @@ evaluation prompts (heldout_prompts.json) are hand-written and share no wording 
 import json
 import random
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-SHARES = {"code": 0.12, "maths": 0.08, "chat": 0.15, "invented": 0.65}
+SHARES = {"code": 0.05, "maths": 0.05, "chat": 0.1, "invented": 0.8}
+TEMPLATE_SHARES = {kind: SHARES[kind] for kind in ("code", "maths", "chat")}
 MAX_WORD_ID = 20_000  # later tokens are rarer words and pieces of words
 WORDS_FILE = Path(__file__).with_name("prompt_words.json")
+OPENERS_FILE = Path(__file__).with_name("prompt_openers.json")
 
 CHAT = [
     "Explain {topics} to a ten-year-old.",
@@ -139,115 +142,9 @@ CHAT_ENDINGS = [
 ]
 
 
-# How the user's turn begins that the target then goes on writing. {word} is any English word.
-OPENERS = {
-    "free": [""],
-    "chat": [
-        "Tell me about the {word}",
-        "Why do {word}",
-        "Why does the {word}",
-        "How do {word}",
-        "My friend {word}",
-        "My {word} is",
-        "What happens when {word}",
-        "I love {word}",
-        "Write a story about a {word} and",
-        "Write a poem about {word}",
-        "Is {word} better than",
-        "Describe the {word}",
-        "What should I cook with {word}",
-        "Give me a list of {word}",
-        "Who invented",
-        "Which country",
-        "Could you please",
-        "Help me write",
-        "Rewrite the following text:",
-        "Summarize this article:",
-        "Where can I",
-        "When was the {word}",
-        "Explain the difference between {word} and",
-        "Imagine that you are a {word}",
-        "Last {word} I",
-        "Create a checklist for {word}",
-        "I am planning",
-        "My sister",
-        "My boss wants",
-        "I cannot decide whether",
-        "I have been feeling",
-        "We are moving to",
-        "Every time I {word}",
-        "Is it safe to",
-        "Should I",
-        "Can you recommend",
-        "Any advice on",
-        "What is the difference between",
-        "How long does it take",
-        "How did the {word}",
-        "What caused the",
-        "Why are there",
-        "What would happen if",
-        "Give me ideas for a {word}",
-        "Write a letter to",
-        "Write a speech about",
-        "Tell a story in which a {word}",
-        "Invent a",
-        "Turn this into a",
-        "Suggest a name for",
-        "Make a list of things to",
-        "My child asks",
-        "I want to learn",
-        "What should I say when",
-        "In which year",
-        "Name a",
-        "What is the meaning of {word}",
-        "We want to {word}",
-    ],
-    "code": [
-        "Write a Python function",
-        "Write a Python script that {word}",
-        "Write a Python class called {word}",
-        "In Python, how",
-        "Write a JavaScript function",
-        "In JavaScript,",
-        "Write a SQL query",
-        "I have a table called {word} with",
-        "Write a C program",
-        "Write a bash script to {word}",
-        "My code throws",
-        "Fix this code:",
-        "Create an HTML page for a {word}",
-        "Using pandas,",
-        "How do I parse {word}",
-        "Given a list of {word}, write",
-        "How can I read a file",
-        "Write a Java method",
-        "Explain what this code does:\n```python\n",
-        "Implement a {word} class",
-    ],
-    "maths": [
-        "If a {word} costs",
-        "A {word} has",
-        "How many {word}",
-        "A farmer has",
-        "What is the sum of",
-        "Calculate the",
-        "Solve the following equation:",
-        "A rectangle has",
-        "There are {num} {word} in",
-        "{name} has {num} {word}",
-        "{name} bought {num} {word} for",
-        "What is {num} times",
-        "A tank holds {num} litres",
-        "A store sells {word} for ${num}",
-        "Find the value of",
-        "A bus leaves",
-        "Three friends share",
-        "Convert {num}",
-        "If I save ${num}",
-        "The ratio of {word} to",
-    ],
-}
-OPENER_SHARES = {"free": 0.12, "chat": 0.48, "code": 0.24, "maths": 0.16}
+# How a user's turn begins that the target then goes on writing: not at all, with an opener of
+# OPENERS_FILE, or with the first words of a template ("cut").
+OPENER_SHARES = {"free": 0.1, "chat": 0.4, "code": 0.14, "maths": 0.12, "cut": 0.24}
 
 
 @dataclass(frozen=True)
@@ -265,15 +162,29 @@ def make_prompt(index: int, words: dict[str, list[str]]) -> Prompt:
     rng = random.Random(f"dspark-prompt-{index}")
     kind = _draw(rng, SHARES)
     if kind == "invented":
-        opener = rng.choice(OPENERS[_draw(rng, OPENER_SHARES)])
-        return Prompt(index, kind, _fill(opener, words, rng), invent=True)
+        return Prompt(index, kind, _opener(words, rng), invent=True)
+    return Prompt(index, kind, _from_template(kind, words, rng))
+
+
+def _from_template(kind: str, words: dict[str, list[str]], rng: random.Random) -> str:
     if kind == "maths":
-        text = rng.choice(MATHS).format(**_numbers(rng, words)) + rng.choice(MATHS_ENDINGS)
-    else:
-        text = _fill(rng.choice(CODE if kind == "code" else CHAT), words, rng)
-        if kind == "chat" and "\n" not in text:
-            text += rng.choice(CHAT_ENDINGS)
-    return Prompt(index, kind, text)
+        return rng.choice(MATHS).format(**_numbers(rng, words)) + rng.choice(MATHS_ENDINGS)
+    text = _fill(rng.choice(CODE if kind == "code" else CHAT), words, rng)
+    return text + rng.choice(CHAT_ENDINGS) if kind == "chat" and "\n" not in text else text
+
+
+def _opener(words: dict[str, list[str]], rng: random.Random) -> str:
+    kind = _draw(rng, OPENER_SHARES)
+    if kind != "cut":
+        return _fill(rng.choice(_openers()[kind]), words, rng)
+    text = _from_template(_draw(rng, TEMPLATE_SHARES), words, rng).split(" ")
+    return " ".join(text[: rng.randrange(1, len(text))])
+
+
+@cache
+def _openers() -> dict[str, list[str]]:
+    openers: dict[str, list[str]] = json.loads(OPENERS_FILE.read_text(encoding="utf-8"))
+    return openers
 
 
 def load_words(tokens: list[str]) -> dict[str, list[str]]:
