@@ -29,6 +29,6 @@ def test_no_opener_begins_a_held_out_prompt() -> None:
     held_out = [entry["prompt"].lower() for entry in json.loads(HELDOUT.read_text())]
     for openers in json.loads(OPENERS_FILE.read_text()).values():
         for opener in openers:
-            fixed = opener.split("{")[0].strip().lower()
+            fixed = opener.split("{")[0].lower().strip()
             if " " in fixed:
-                assert not [text for text in held_out if text.startswith(fixed)], opener
+                assert not [text for text in held_out if text.startswith(fixed + " ")], opener
