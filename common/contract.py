@@ -5,7 +5,7 @@ Pure; both sides build it from config.json files. Knows nothing of protobuf: the
 
 from dataclasses import dataclass, fields
 
-PROTOCOL_VERSION = 1  # of proto/dspark/v1/drafter.proto; both sides must speak the same
+PROTOCOL_VERSION = 2  # of proto/dspark/v1/drafter.proto; both sides must speak the same
 MAX_MESSAGE_BYTES = 64 << 20  # on the Draft stream, either way
 
 

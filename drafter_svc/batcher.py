@@ -123,6 +123,19 @@ class Inbox:
             work, self._work = self._work, []
             return work
 
+    def supersedes(self, asks: Iterable[tuple[int, int]]) -> bool:
+        """Whether newer work waits here for every one of these (link, session id)."""
+        with self._ready:
+            waiting = list(self._work)
+        left = {work.link for work in waiting if isinstance(work, LinkClosed)}
+        newer = {
+            (step.link, session_id)
+            for step in waiting
+            if isinstance(step, Step)
+            for session_id in (*step.close_ids, *(entry.session_id for entry in step.entries))
+        }
+        return all(ask in newer or ask[0] in left for ask in asks)
+
     def close(self) -> None:
         """The engine ends once it has taken what is left."""
         with self._ready:
@@ -134,7 +147,8 @@ def newest_entries(batch: Iterable[Work]) -> dict[tuple[int, int], Entry]:
     """The last entry of every (link, session id) that is still open when the batch ends.
 
     Only these may draft: an earlier anchor of the same session has been decided by its verifier
-    already, so a draft for it would be thrown away on arrival.
+    already, so a draft for it would be thrown away on arrival. That holds for another anchor at the
+    same or a lower position too: it was asked for before the verifier's step had ended.
     """
     newest: dict[tuple[int, int], Entry] = {}
     for work in batch:

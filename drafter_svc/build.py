@@ -90,7 +90,10 @@ def _new_kv(model: DraftModel, config: DrafterConfig) -> KVCache:
     if num_blocks is None:
         budget = (config.kv_memory_mb or DEFAULT_KV_MEMORY_MB) << 20
         num_blocks = budget // model.new_kv(1, config.kv_block_size).num_bytes
-    needed = model.config.block_size + max(1, model.config.context_window)
+    size, window = model.config.block_size, model.config.context_window
+    needed = 1 + size
+    if window:  # its rows, what a cut may bring back into it, a step's, scratch; a KV block's edge
+        needed = window + size + (size + 1) + size + (config.kv_block_size - 1)
     if num_blocks * config.kv_block_size < needed:
         raise StartupError(
             f"{num_blocks} KV blocks of {config.kv_block_size} tokens cannot hold one session of "

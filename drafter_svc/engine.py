@@ -9,7 +9,7 @@ hurts only its own session.
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -79,6 +79,10 @@ class Evicted:
 Reply = StepReply | Pong | Evicted
 
 
+# Whether newer work has come for every one of these (link, session id): nobody wants their drafts.
+Superseded = Callable[[Iterable[tuple[int, int]]], bool]
+
+
 @dataclass(frozen=True)
 class _Span:
     """Feature rows that a session admitted at positions [start, start + num rows)."""
@@ -87,6 +91,16 @@ class _Span:
     start: int
     rows: Tensor  # [num rows, width] in the wire dtype
     form: RowForm
+
+
+def _without_overlaps(spans: list[_Span]) -> list[_Span]:
+    """Drops rows that their session was cut back behind later in the batch: one row per slot."""
+    kept, ends = list[_Span](), dict[Session, int]()
+    for span in reversed(spans):
+        end = ends.get(span.session, span.start + len(span.rows))
+        ends[span.session] = min(end, span.start)
+        kept.append(replace(span, rows=span.rows[: max(0, end - span.start)]))
+    return kept[::-1]
 
 
 @dataclass(frozen=True)
@@ -117,11 +131,12 @@ class DraftEngine:
         return counts
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[Work]) -> list[Reply]:
+    def run(self, batch: Sequence[Work], superseded: Superseded = lambda _: False) -> list[Reply]:
         """Applies the batch in order and drafts for the newest anchor of every session that asks.
 
         Rows of sessions that do not draft are admitted but not computed: call `catch_up` before the
-        next `run`, after the replies are on their way.
+        next `run`, after the replies are on their way. `superseded` is asked once, halfway through
+        the drafts: if it says so, none of them is finished.
         """
         assert not self._waiting, (
             f"{len(self._waiting)} spans of the last batch were never caught up"
@@ -141,12 +156,13 @@ class DraftEngine:
                     self._sessions.open_link(link)
                 case LinkClosed(link):
                     self._sessions.close_link(link)
+        spans = _without_overlaps(spans)
         drafting = {wish.session for wish in wishes}
         self._ingest(span for span in spans if span.session in drafting)
         self._waiting = [span for span in spans if span.session not in drafting]
         ingested = time.monotonic()
         if wishes:
-            self._draft(wishes)
+            self._draft(wishes, superseded)
         finished = time.monotonic()
         for answer in replies:
             if isinstance(answer, StepReply):
@@ -218,7 +234,9 @@ class DraftEngine:
         first_needed = max(0, entry.anchor_position - config.context_window)
         if entry.first_len and not config.context_window:
             return f"first_len {entry.first_len}: this drafter needs all rows from position 0 on"
-        if entry.first_len > (first_needed if entry.num_drafts else entry.base_len):
+        if entry.first_len > entry.base_len:
+            return f"base_len {entry.base_len}: the rows begin at first_len, {entry.first_len}"
+        if entry.num_drafts and entry.first_len > first_needed:
             return (
                 f"first_len {entry.first_len} leaves out rows that an anchor at "
                 f"{entry.anchor_position} needs; a block sees {config.context_window} of them"
@@ -269,7 +287,7 @@ class DraftEngine:
         positions = np.arange(span.start, stop)
         return blocks[positions // size - first] * size + positions % size
 
-    def _draft(self, wishes: list[_Wish]) -> None:
+    def _draft(self, wishes: list[_Wish], superseded: Superseded) -> None:
         """One block for all: backbone, Markov steps left to right, confidences; into replies."""
         for wish in wishes:
             assert wish.session.live and wish.session.length == wish.entry.anchor_position, (
@@ -286,6 +304,9 @@ class DraftEngine:
             self._kv,
             [wish.session.block_table for wish in wishes],
         )
+        if superseded((wish.reply.link, wish.entry.session_id) for wish in wishes):
+            self._counts["superseded"] += len(wishes)
+            return
         samplings = [wish.entry.sampling for wish in wishes]
         sampler = BlockSampler(samplings, positions, num_drafts, model.to_target_ids, device)
         tokens, state = [anchors], model.start_state(len(wishes))

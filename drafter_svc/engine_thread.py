@@ -45,7 +45,7 @@ class EngineThread:
         crashed = True
         try:
             while batch := self.inbox.take():
-                replies = self._engine.run(batch)
+                replies = self._engine.run(batch, self.inbox.supersedes)
                 self._deliver(replies)
                 self._engine.catch_up()
                 self._record(replies)

@@ -5,8 +5,9 @@ Pure: knows neither torch nor grpc nor the clock (callers pass `now`). Engine th
 A session is named by (link, session id): `link` is one verifier's stream. Any refusal but STALE
 means that the session is not held any more, so that one answer fits them all: restart it.
 
+A session may be cut back a little: its newest rows may have come before their tokens were decided.
 Where blocks of drafts attend to a window only, rows may begin later than position 0, and blocks of
-rows that fell out of the window are given back.
+rows that no window will reach any more, not even after a cut, are given back.
 """
 
 import enum
@@ -54,7 +55,8 @@ class Limits:
 class Session:
     """One request's context: rows of positions [first_len, length); the next anchor's is length.
 
-    Of the block table's places, the first `num_forgotten` have no block.
+    Of the block table's places, the first `num_forgotten` have no block. After a cut it may be
+    longer than needed: the rows that replace what was cut will need the blocks again.
     """
 
     link: int
@@ -131,10 +133,12 @@ class SessionTable:
     ) -> Session | Refusal:
         """Makes room for rows [base_len, base_len + num_rows) and the scratch block behind them.
 
-        `base_len` equal to `first_len` with a new epoch starts the session. On success the rows
-        count as held: the caller writes them before it drafts from the session.
+        `base_len` equal to `first_len` with a new epoch starts the session; below the length of one
+        that runs, it cuts it back first, by `block_size` rows at most. On success the rows count as
+        held: the caller writes them before it drafts from the session.
         """
         assert link in self._blocks_of, f"link {link} was never opened"
+        assert first_len <= base_len, f"rows from {base_len} on begin before {first_len}"
         session = self._sessions.get((link, session_id))
         if session is not None and epoch < session.epoch:
             return Refusal(Status.STALE, f"epoch {epoch} is over, {session.epoch} runs")
@@ -147,24 +151,35 @@ class SessionTable:
                 return Refusal(Status.UNKNOWN_SESSION, detail)
             session = Session(link, session_id, epoch, first_len, first_len)
             self._forget(session, first_len)
-        elif (base_len, first_len) != (session.length, session.first_len):
+        elif mismatch := self._mismatch(session, base_len, first_len):
             self._drop(session)
-            detail = (
-                f"rows {session.first_len}..{session.length} are held, first_len is {first_len}, "
-                f"base_len is {base_len}"
-            )
-            return Refusal(Status.BASE_MISMATCH, detail)
+            return Refusal(Status.BASE_MISMATCH, mismatch)
+        session.length = base_len
         refusal = self._grow(session, num_rows, now)
         if refusal is not None:
             self.close(link, session_id)
             return refusal
         return session
 
+    def _mismatch(self, session: Session, base_len: int, first_len: int) -> str | None:
+        """Why rows from `base_len` on cannot follow what `session` holds, if so."""
+        first_held = max(session.first_len, session.num_forgotten * self.limits.kv_block_size)
+        lowest = max(session.first_len, session.length - self.limits.block_size)
+        if first_held > session.first_len:  # rows went back: an anchor's window must be whole
+            lowest = max(lowest, first_held + self.limits.context_window)
+        if first_len == session.first_len and lowest <= base_len <= session.length:
+            return None
+        return (
+            f"rows {first_held}..{session.length} are held; base_len is {base_len}, {lowest}.."
+            f"{session.length} fit; first_len is {first_len}, this epoch's is {session.first_len}"
+        )
+
     def _grow(self, session: Session, num_rows: int, now: float) -> Refusal | None:
         """Gives `session` its blocks and enters it into the table, or says why not."""
         limits, key = self.limits, (session.link, session.session_id)
         if limits.context_window:
-            self._forget(session, session.length - limits.context_window)
+            # What the window of the farthest cut from here will look at stays.
+            self._forget(session, session.length - limits.block_size - limits.context_window)
         total = session.length + num_rows + limits.block_size
         if total > limits.max_context_len:
             return Refusal(
@@ -175,7 +190,7 @@ class SessionTable:
         if opening and self._sessions_of[session.link] >= limits.max_sessions_per_link:
             detail = f"a verifier may hold at most {limits.max_sessions_per_link} sessions"
             return Refusal(Status.NO_ROOM, detail)
-        num_blocks = -(-total // limits.kv_block_size) - len(session.block_table)
+        num_blocks = max(0, -(-total // limits.kv_block_size) - len(session.block_table))
         if not self._make_room(session, num_blocks, opening, now):
             detail = (
                 f"{num_blocks} KV blocks wanted, {len(self._free)} free; "

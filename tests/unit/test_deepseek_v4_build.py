@@ -76,8 +76,9 @@ def test_a_drafter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
         drafter("--model", unhashed, "--target-model", folder)
     with pytest.raises(ConfigError, match="hidden size"):
         drafter(*flags, edited(folder, tmp_path / "wide", hidden_size=128))
-    with pytest.raises(StartupError, match="1 KV blocks of 4 tokens cannot hold"):
-        drafter(*flags, folder, "--kv-blocks", "1", "--kv-block-size", "4")
+    with pytest.raises(StartupError, match=r"6 KV blocks of 4 tokens cannot hold .* 27 tokens"):
+        drafter(*flags, folder, "--kv-blocks", "6", "--kv-block-size", "4")
+    drafter(*flags, folder, "--kv-blocks", "7", "--kv-block-size", "4")
 
 
 def test_a_target_that_is_stored_in_another_way_is_the_same_model(

@@ -63,6 +63,25 @@ def test_only_the_newest_anchor_of_a_session_drafts() -> None:
     assert newest[1, 1] is new and newest[1, 2] is other
 
 
+def test_another_anchor_at_the_same_or_a_lower_position_supersedes_too() -> None:
+    guess, same, lower = entry(1, 6), Entry(1, 1, 6, 0, 2, anchor_id=9), entry(1, 4)
+    assert newest_entries([step(1, 1, guess), step(1, 2, same)]) == {(1, 1): same}
+    assert newest_entries([step(1, 1, guess), step(1, 2, lower)]) == {(1, 1): lower}
+
+
+def test_waiting_work_supersedes_asks_only_if_it_does_all_of_them() -> None:
+    inbox, asks = Inbox(), [(1, 1), (1, 2), (2, 1)]
+    assert not inbox.supersedes(asks)
+    inbox.put(step(1, 1, entry(1)))
+    inbox.put(Ping(1, 0))
+    assert inbox.supersedes(asks[:1]) and not inbox.supersedes(asks)
+    inbox.put(step(1, 2, close=(2,)))
+    assert inbox.supersedes(asks[:2]) and not inbox.supersedes(asks)
+    inbox.put(LinkClosed(2))
+    assert inbox.supersedes(asks)
+    assert len(inbox.take()) == 4 and not inbox.supersedes(asks)
+
+
 def test_closing_a_session_or_a_link_supersedes_its_asks() -> None:
     a, b, c = entry(1), entry(2), entry(1)
     assert newest_entries([step(1, 1, a, b), step(1, 2, close=(1,))]) == {(1, 2): b}

@@ -7,7 +7,7 @@ import pytest
 
 from common.telemetry import M, Metric, Telemetry
 from drafter_svc.batcher import Ping, Step, Work
-from drafter_svc.engine import Evicted, Reply, StepReply
+from drafter_svc.engine import Evicted, Reply, StepReply, Superseded
 from drafter_svc.engine_thread import EngineThread
 
 
@@ -16,7 +16,7 @@ class PlayedEngine:
 
     num_sessions = 3
 
-    def run(self, batch: list[Work]) -> list[Reply]:
+    def run(self, batch: list[Work], superseded: Superseded) -> list[Reply]:
         if any(isinstance(work, Ping) for work in batch):
             raise ZeroDivisionError("boom")
         steps = [StepReply(1, w.step_id, [], 0.25, 0.5, 0.75) for w in batch if isinstance(w, Step)]

@@ -98,7 +98,7 @@ def play(config: DrafterConfig) -> Callable[[Scene], DrafterService]:
 def hello(service: DrafterService) -> pb.DraftRequest:
     contract = pb.Contract(**vars(service._drafter.contract))
     return pb.DraftRequest(
-        hello=pb.Hello(protocol_version=1, contract=contract, feature_form=1, feature_dtype=2)
+        hello=pb.Hello(protocol_version=2, contract=contract, feature_form=1, feature_dtype=2)
     )
 
 
@@ -239,7 +239,8 @@ def test_a_batch_that_hangs_cannot_hold_up_the_end(
 
     async def scene(service: DrafterService) -> None:
         run = service._drafter.engine.run
-        monkeypatch.setattr(service._drafter.engine, "run", lambda b: go_on.wait(10) and run(b))
+        hangs = lambda *given: go_on.wait(10) and run(*given)  # noqa: E731
+        monkeypatch.setattr(service._drafter.engine, "run", hangs)
         call = draft(service, Peer(hello(service)), Context())
         await asyncio.sleep(0.05)
         started = time.monotonic()

@@ -48,12 +48,13 @@ def test_a_link_that_left_leaves_nothing() -> None:
     assert repr(vars(sessions)) == repr(vars(untouched))  # == would take a count of 0 for none
 
 
-def test_a_wrong_base_is_refused_and_the_session_is_gone() -> None:
+@pytest.mark.parametrize("base_len", [2, 7])
+def test_a_wrong_base_is_refused_and_the_session_is_gone(base_len: int) -> None:
     sessions = table(1)
     sessions.extend(1, 7, 1, 0, 6, 0.0)
-    refused = sessions.extend(1, 7, 1, 5, 1, 0.0)
+    refused = sessions.extend(1, 7, 1, base_len, 1, 0.0)
     assert isinstance(refused, Refusal) and refused.status is Status.BASE_MISMATCH
-    assert "rows 0..6 are held, first_len is 0, base_len is 5" in refused.detail
+    assert f"rows 0..6 are held; base_len is {base_len}, 3..6 fit" in refused.detail
     assert (sessions.num_sessions, sessions.num_free_blocks) == (0, 12)
 
 
@@ -135,8 +136,8 @@ def test_a_windows_rows_may_begin_anywhere_and_only_they_take_blocks() -> None:
     assert len(session.block_table) == 103 and set(session.block_table[:100]) == {NO_BLOCK}
     for length in range(408, 440, 2):
         assert sessions.extend(1, 7, 1, length, 2, 0.0, first_len=402) is session
-    assert (session.length, session.num_forgotten) == (440, (438 - 8) // 4)
-    assert sessions.num_free_blocks == 12 - len(session.blocks) == 12 - 4
+    assert (session.length, session.num_forgotten) == (440, (438 - 8 - 3) // 4)
+    assert sessions.num_free_blocks == 12 - len(session.blocks) == 12 - 5
     sessions.close(1, 7)
     assert sessions.num_free_blocks == 12
 
@@ -162,11 +163,12 @@ def test_a_window_is_fenced_like_a_whole_context(
 
 OPS = st.lists(
     st.tuples(
-        st.sampled_from(["extend", "extend", "extend", "restart", "wrong", "close", "leave"]),
+        st.sampled_from(["extend", "extend", "cut", "restart", "wrong", "close", "leave"]),
         st.integers(1, 2),
         st.integers(1, 4),
         st.integers(0, 12),
         st.floats(0, 0.7),
+        st.integers(1, LIMITS.block_size),
     ),
     max_size=40,
 )
@@ -175,12 +177,13 @@ OPS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(OPS, st.sampled_from([0, 8]))
 def test_blocks_are_conserved_and_never_shared(
-    ops: list[tuple[str, int, int, int, float]], window: int
+    ops: list[tuple[str, int, int, int, float, int]], window: int
 ) -> None:
     sessions, now = table(1, 2, limits=replace(LIMITS, context_window=window)), 0.0
     held: dict[tuple[int, int], Session] = {}  # what a verifier believes
+    longest: dict[Session, int] = {}  # what it has held at a time, rows and scratch
     epochs = 0
-    for op, link, session_id, num_rows, passed in ops:
+    for op, link, session_id, num_rows, passed, cut in ops:
         now += passed
         key = (link, session_id)
         session = held.get(key)
@@ -199,9 +202,14 @@ def test_blocks_are_conserved_and_never_shared(
             else:
                 first_len = session.first_len
                 epoch, base_len = session.epoch, session.length + (op == "wrong")
+                if op == "cut":
+                    base_len, num_rows = max(first_len, base_len - cut), num_rows % 3
             result = sessions.extend(link, session_id, epoch, base_len, num_rows, now, first_len)
             if isinstance(result, Session):
                 held[key] = result
+                assert (result.length, result.last_used) == (base_len + num_rows, now)
+                end = result.length + LIMITS.block_size
+                longest[result] = max(longest.get(result, 0), end)
             else:
                 assert result.status in (Status.NO_ROOM, Status.BASE_MISMATCH)
                 held.pop(key, None)
@@ -210,9 +218,10 @@ def test_blocks_are_conserved_and_never_shared(
         owned = [block for s in held.values() for block in s.blocks]
         assert len(set(owned)) == len(owned)
         assert len(owned) + sessions.num_free_blocks == LIMITS.num_blocks
+        assert sum(sessions._blocks_of.values()) == len(owned)  # who is greedy depends on it
         assert sessions.num_sessions == len(held) <= LIMITS.max_sessions
         for s in held.values():
             assert s.live and NO_BLOCK not in s.blocks
             assert s.num_forgotten * LIMITS.kv_block_size <= max(s.first_len, s.length - window)
             room = len(s.block_table) * LIMITS.kv_block_size
-            assert room - LIMITS.kv_block_size < s.length + LIMITS.block_size <= room
+            assert s.length + LIMITS.block_size <= room < longest[s] + LIMITS.kv_block_size

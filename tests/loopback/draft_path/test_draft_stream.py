@@ -84,7 +84,7 @@ def test_more_requests_than_sessions_leave_the_rest_undrafted(
 
 def hello(pair: Any, **changes: Any) -> pb.DraftRequest:
     good = {
-        "protocol_version": 1,
+        "protocol_version": 2,
         "contract": pb.Contract(**vars(pair.contract)),
         "feature_form": pb.FEATURE_FORM_RAW_LAYERS,
         "feature_dtype": pb.FEATURE_DTYPE_FP32,
@@ -123,7 +123,7 @@ def test_another_contract_is_refused_naming_every_field_and_both_values(
         speak(drafter, hello(pair, contract=wrong, protocol_version=9))
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     details = caught.value.details()
-    assert "protocol_version: 1 here, 9 at the peer" in details
+    assert "protocol_version: 2 here, 9 at the peer" in details
     assert "target_layer_ids: (0, 1) here, (1,) at the peer" in details
     assert "block_size: 4 here, 7 at the peer" in details
     assert "hidden_size" not in details
