@@ -96,6 +96,9 @@ class M:
     FALLBACK_ROUNDS = _counter(
         "dspark.fallback_rounds", "Decode rounds that wanted drafts in vain."
     )
+    ASKED_AHEAD = _counter(
+        "dspark.asked_ahead", "Drafts asked for before their anchor was decided.", "outcome"
+    )
     STALE_PROPOSALS = _counter("dspark.stale_proposals", "Proposals for an earlier state, dropped.")
     BAD_PROPOSALS = _counter("dspark.bad_proposals", "Proposals that broke the contract, dropped.")
     CONTRACT_MISMATCH = _counter("dspark.contract_mismatch", "Drafters refused at the handshake.")

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from common.loading.safetensors_files import Checkpoint
 from common.models.config import TargetConfig
-from common.models.interfaces import Numerics
+from common.models.interfaces import Numerics, Tapped
 from common.models.invariance import SLICE, rows_of
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.block import Block, RMSNorm
-from common.nn.linear import Linear
 from common.nn.paged_kv import PagedKV
 from common.nn.rope import Rotary
+from common.nn.vocab_head import Midway, VocabHead
 
 
 class DenseTarget:
@@ -48,9 +48,9 @@ class DenseTarget:
         self.norm = RMSNorm(norm, config.block.norm_eps)
         if config.tied_embeddings:
             weights.ignore("lm_head.weight")
-            self.lm_head = Linear(self.embed_tokens)
+            self.lm_head = VocabHead(self.embed_tokens)
         else:
-            self.lm_head = Linear(weights.take("lm_head.weight", vocab))
+            self.lm_head = VocabHead(weights.take("lm_head.weight", vocab))
         for i in range(config.num_layers):
             weights.ignore(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
         self.rotary = Rotary(config.rope, weights.device)
@@ -82,25 +82,35 @@ class DenseTarget:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, kv: PagedKV, batch: AttentionBatch, taps: Sequence[int] = ()
+        self,
+        token_ids: Tensor,
+        kv: PagedKV,
+        batch: AttentionBatch,
+        taps: Sequence[int] = (),
+        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64. Returns the residual stream [T, d] for `logits`, and the taps.
 
         taps: 0-based decoder layers whose output rows (residual stream after the layer) are
         returned side by side in list order, [T, len(taps) * d]; -1 is the embedding's output. None
-        if no taps.
+        if no taps. `tapped` gets them before the layers behind them run (all slices done, if
+        batch-invariant).
         """
         if self.numerics == "fast":
-            return self._rows(token_ids, batch.positions, kv, batch, taps)
-        return self._slices(token_ids, kv, batch, taps)
+            return self._rows(token_ids, batch.positions, kv, batch, taps, tapped)
+        hidden, rows = self._slices(token_ids, kv, batch, taps)
+        if tapped is not None and rows is not None:
+            tapped(rows)
+        return hidden, rows
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
         """hidden: rows of `forward`, [N, d]. Returns float32 [N, vocab_size], unscaled."""
         if self.numerics == "fast":
-            return self.lm_head(self.norm(hidden)).float()
-        parts = [self.lm_head(self.norm(_padded(part))) for part in hidden.split(SLICE)]
-        return torch.cat(parts)[: hidden.shape[0]].float()
+            slices = [self.norm(hidden)]
+        else:
+            slices = [self.norm(_padded(part)) for part in hidden.split(SLICE)]
+        return self.lm_head(slices, hidden.shape[0], midway)
 
     def _rows(
         self,
@@ -109,15 +119,20 @@ class DenseTarget:
         kv: PagedKV,
         batch: AttentionBatch,
         taps: Sequence[int],
+        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        x = F.embedding(token_ids, self.embed_tokens)
+        x, rows = F.embedding(token_ids, self.embed_tokens), None
         rotation = self.rotary.rows(positions, x.dtype)
-        kept = {-1: x} if -1 in taps else {}
+        kept, last = {-1: x}, max(0, *taps) if taps else None
         for i, block in enumerate(self.blocks):
             x = block(x, rotation, kv, batch)
             if i in taps:
                 kept[i] = x
-        return x, torch.cat([kept[i] for i in taps], dim=1) if taps else None
+            if i == last:
+                rows = torch.cat([kept[tap] for tap in taps], dim=1)
+                if tapped is not None:
+                    tapped(rows)
+        return x, rows
 
     def _slices(
         self, token_ids: Tensor, kv: PagedKV, batch: AttentionBatch, taps: Sequence[int]

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.rope import RopeConfig
+from common.nn.vocab_head import Midway
 
 Numerics = Literal["fast", "batch_invariant"]
 Projection = Callable[[Tensor], Tensor]  # taps [T, num_taps * hidden_size] -> [T, hidden_size]
+Tapped = Callable[[Tensor], None]  # is given the taps as soon as the last of them is there
 
 
 class TargetFacts(Protocol):
@@ -106,15 +108,22 @@ class Target(Protocol):
         ...
 
     def forward(
-        self, token_ids: Tensor, kv: Any, batch: AttentionBatch, taps: Sequence[int] = ()
+        self,
+        token_ids: Tensor,
+        kv: Any,
+        batch: AttentionBatch,
+        taps: Sequence[int] = (),
+        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64, kv: this model's -> rows [T, d] for `logits`, and the taps
         [T, len(taps) * d]: outputs of these 0-based layers side by side; None if no taps.
+
+        tapped: called once, if there are taps, when the layers behind them may still have to run.
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: rows of `forward`, [N, d]. Returns float32 [N, vocab_size]."""
+    def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
+        """hidden: rows of `forward`, [N, d]. Returns float32 [N, vocab_size]; see `VocabHead`."""
         ...
 
 

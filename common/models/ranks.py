@@ -20,10 +20,12 @@ from common.models.interfaces import (
     DraftModel,
     KVCache,
     Projection,
+    Tapped,
     Target,
     TargetFacts,
 )
 from common.nn.attention import AttentionBatch, Segment
+from common.nn.vocab_head import Midway
 from common.parallel import Parallel
 
 
@@ -167,7 +169,12 @@ class LeadingTarget:
         return LeadingKV(own)
 
     def forward(
-        self, token_ids: Tensor, kv: LeadingKV, batch: AttentionBatch, taps: Sequence[int] = ()
+        self,
+        token_ids: Tensor,
+        kv: LeadingKV,
+        batch: AttentionBatch,
+        taps: Sequence[int] = (),
+        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See Target."""
         order = _Writer(Order.FORWARD)
@@ -175,11 +182,11 @@ class LeadingTarget:
         order.numbers(token_ids.tolist())
         order.segments(batch.segments, kv.kv_block_size)
         self._parallel.send(order.values)
-        return self._own.forward(token_ids, kv.own, batch, taps)
+        return self._own.forward(token_ids, kv.own, batch, taps, tapped)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
         """See Target; rank 0 needs no other rank for it."""
-        return self._own.logits(hidden)
+        return self._own.logits(hidden, midway)
 
 
 @torch.inference_mode()

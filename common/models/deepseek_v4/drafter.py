@@ -157,7 +157,9 @@ class DSparkV4:
         self.hc_head = HyperHead(model, weights)
         self.norm = weights.norm("model.norm", d)
         self.rotaries = rotaries_of(model, self.device)
-        self.lm_head = head_of(weights)  # None: another rank's, and so are the next four
+        head = head_of(weights)
+        # None: another rank's, and so are the next four
+        self.lm_head = None if head is None else Linear(head)
         self.confidence_proj: Tensor | None = None
         if weights.shards.leads:
             self._lead(config, weights)

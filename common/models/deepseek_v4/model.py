@@ -25,10 +25,10 @@ from common.models.deepseek_v4.moe import MixtureOfExperts
 from common.models.deepseek_v4.rotation import PairRotary, Rotaries
 from common.models.deepseek_v4.step import Step, step_of
 from common.models.deepseek_v4.weights import DeepseekV4Weights
-from common.models.interfaces import Numerics
+from common.models.interfaces import Numerics, Tapped
 from common.models.invariance import SLICE, rows_of
 from common.nn.attention import AttentionBatch, Segment
-from common.nn.linear import Linear
+from common.nn.vocab_head import Midway, VocabHead
 
 
 class Layer:
@@ -76,7 +76,8 @@ class DeepseekV4Target:
         ]
         self.hc_head = HyperHead(config, weights)
         self.norm = weights.norm("model.norm", config.hidden_size)
-        self.lm_head = head_of(weights)  # None: another rank's
+        head = head_of(weights)
+        self.lm_head = None if head is None else VocabHead(head)
         self.rotaries = rotaries_of(config, self.device)
 
     def num_recent_blocks(
@@ -114,36 +115,51 @@ class DeepseekV4Target:
         kv: DeepseekV4Cache,
         batch: AttentionBatch,
         taps: Sequence[int] = (),
+        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64. Returns rows [T, d] for `logits`, and the taps.
 
         taps: 0-based layers whose output, averaged over the streams, is returned side by side in
-        list order, [T, len(taps) * d]. None if no taps. `kv` must be prepared for the segments.
+        list order, [T, len(taps) * d]. None if no taps. `tapped` gets them before the layers behind
+        them run (all slices done, if batch-invariant). `kv` must be prepared for the segments.
         """
         assert batch.causal, "a target's rows see their past only"
         if self.numerics == "fast":
-            return self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps)
-        return self._slices(token_ids, kv, batch, taps)
+            return self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps, tapped)
+        hidden, rows = self._slices(token_ids, kv, batch, taps)
+        if tapped is not None and rows is not None:
+            tapped(rows)
+        return hidden, rows
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
         """hidden: rows of `forward`, [N, d] -> float32 [N, vocab_size], before any sampling."""
         assert self.lm_head is not None, "rank 0 alone has the head"
         if self.numerics == "fast":
-            return self.lm_head(self.norm(hidden).float())
-        parts = [self.lm_head(self.norm(hidden[rows]).float()) for rows in _slices_of(len(hidden))]
-        return torch.cat(parts)[: len(hidden)]
+            slices = [self.norm(hidden).float()]
+        else:
+            slices = [self.norm(hidden[rows]).float() for rows in _slices_of(len(hidden))]
+        return self.lm_head(slices, len(hidden), midway)
 
     def _rows(
-        self, step: Step, kv: DeepseekV4Cache, taps: Sequence[int]
+        self,
+        step: Step,
+        kv: DeepseekV4Cache,
+        taps: Sequence[int],
+        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         h = streams_of(F.embedding(step.token_ids, self.embed_tokens), self.config.hc_mult)
         kept: dict[int, Tensor] = {}
+        rows, last = None, max(taps, default=None)
         for i, (layer, state) in enumerate(zip(self.layers, kv.layers, strict=True)):
             h = layer(h, step, state)
             if i in taps:
                 kept[i] = h.float().mean(1).to(h.dtype)
-        return self.hc_head(h), torch.cat([kept[i] for i in taps], dim=1) if taps else None
+            if i == last:
+                rows = torch.cat([kept[tap] for tap in taps], dim=1)
+                if tapped is not None:
+                    tapped(rows)
+        return self.hc_head(h), rows
 
     def _slices(
         self, token_ids: Tensor, kv: DeepseekV4Cache, batch: AttentionBatch, taps: Sequence[int]
@@ -171,11 +187,11 @@ def rotaries_of(config: DeepseekV4Config, device: torch.device) -> Rotaries:
     return Rotaries(PairRotary(config.rope, device), PairRotary(config.compress_rope, device))
 
 
-def head_of(weights: DeepseekV4Weights) -> Linear | None:
-    """The head, float32; None on ranks that have none."""
+def head_of(weights: DeepseekV4Weights) -> Tensor | None:
+    """The head's weight, float32 [vocab, d]; None on ranks that have none."""
     name, config = "lm_head.weight", weights.config
     if weights.shards.leads:
-        return Linear(weights.float32(name, (config.vocab_size, config.hidden_size)))
+        return weights.float32(name, (config.vocab_size, config.hidden_size))
     weights.leave(name)
     return None
 
