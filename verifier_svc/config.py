@@ -32,6 +32,11 @@ class VerifierConfig:
     draft_timeout_ms: float = setting(
         100.0, "longest wait of a step for its drafts, milliseconds", low=0, high=60_000
     )
+    look_ahead: str = setting(
+        "auto",
+        "tell the drafter during a step how it will probably end; auto: if the target runs on cpu",
+        choices=("auto", "on", "off"),
+    )
     min_survival: float = setting(
         0.0, "verify only drafts whose predicted survival reaches this share", low=0, high=1
     )

@@ -54,6 +54,7 @@ class LinkSettings:
     projected: bool = False  # rows went through fc and hidden_norm here
     feature_dtype: str = "bf16"  # "bf16" or "fp32"
     top_k: int = 0  # candidates per sampled draft token; 0: the drafter's default
+    look_ahead: bool = True  # what a step will probably lead to is told before it ends
 
 
 class DraftLink:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verifier_svc.request import Entry, Plan, Request
+from verifier_svc.request import Entry, Outlook, Plan, Request
 
 FIRST_RETRY_S = 0.25  # after a session was refused for want of room
 LONGEST_RETRY_S = 8.0
@@ -35,12 +35,22 @@ class Ask:
     first_len: int  # where the epoch's rows begin
     base_len: int
     num_rows: int
-    num_drafts: int  # 0: rows only
+    num_drafts: int = 0  # 0: rows only
+    anchor_id: int = 0  # of no meaning without drafts
 
     @property
     def anchor_position(self) -> int:
         """Where the anchor is, once the rows are in."""
         return self.base_len + self.num_rows
+
+    def answers(self, other: "Ask") -> bool:
+        """The drafts of this ask are those of `other`, or begin with them."""
+        return (
+            self.num_drafts >= other.num_drafts > 0
+            and (self.epoch, self.anchor_position, self.anchor_id)
+            == (other.epoch, other.anchor_position, other.anchor_id)
+            and self.request is other.request
+        )
 
 
 @dataclass
@@ -48,6 +58,7 @@ class _Session:
     epoch: int
     first: int  # position of the epoch's first row
     synced: int  # position up to which rows were sent on this stream in this epoch
+    decided: int  # of them, those below are of decided tokens; the others were sent ahead
     open: bool = False  # the drafter may hold something of it
     num_refusals: int = 0  # since the last draft
     retry_at: float = 0.0  # seconds on the caller's clock
@@ -81,6 +92,13 @@ class DraftSync:
         closing, self._closing = self._closing, []
         return closing
 
+    def settle(self, plan: Plan) -> None:
+        """The step before `plan` is decided: of what was sent ahead in it, the right rows stay."""
+        for entry in plan.entries:
+            session = self._sessions.get(entry.request.session_id)
+            if session is not None and session.decided <= entry.start:
+                session.synced = session.decided = min(session.synced, entry.start)
+
     def asks(self, plan: Plan, now: float) -> list[Ask]:
         """What to send for `plan`; the rows count as synced from here on.
 
@@ -104,11 +122,44 @@ class DraftSync:
             num_drafts = min(entry.max_drafts, self._block_size) if complete else 0
             if num_rows or num_drafts:
                 place = (session.epoch, session.first, session.synced)
-                asks.append(Ask(entry.request, *place, num_rows, num_drafts))
+                anchor_id = entry.request.token_ids[entry.start] if num_drafts else 0
+                asks.append(Ask(entry.request, *place, num_rows, num_drafts, anchor_id))
                 num_open += not session.open
                 session.open = True
                 session.synced += num_rows
+                session.decided = session.synced
                 room -= num_rows
+        return asks
+
+    def asks_ahead(self, outlooks: Iterable[Outlook]) -> list[Ask]:
+        """What to send now for requests that will probably stand so after the step in progress.
+
+        If it comes otherwise, `settle` steps back, and the next ask for the session begins below
+        what was sent: the drafter then drops the rows that it holds from there on.
+        """
+        asks, room = [], self._limits.max_step_rows
+        for outlook in outlooks:
+            session = self._sessions.get(outlook.request.session_id)
+            if session is None or not session.open:
+                continue
+            base = min(session.synced, outlook.start)
+            num_rows = outlook.start - base
+            fits = outlook.start + self._block_size <= self._limits.max_context_len
+            if not fits or num_rows > room or not (num_rows or outlook.max_drafts):
+                continue
+            asks.append(
+                Ask(
+                    outlook.request,
+                    session.epoch,
+                    session.first,
+                    base,
+                    num_rows,
+                    min(outlook.max_drafts, self._block_size),
+                    outlook.anchor_id or 0,
+                )
+            )
+            session.synced = outlook.start
+            room -= num_rows
         return asks
 
     def _wanted(self, entry: Entry) -> bool:
@@ -133,11 +184,12 @@ class DraftSync:
     def _session(self, entry: Entry, first: int) -> _Session:
         session = self._sessions.get(entry.request.session_id)
         if session is None:
-            session = _Session(next(self._epochs), first, first)
+            session = _Session(next(self._epochs), first, first, first)
             self._sessions[entry.request.session_id] = session
         elif not first <= session.synced <= entry.start:
             # Recomputed from an earlier position, or rows in between will never be sent.
-            session.epoch, session.first, session.synced = next(self._epochs), first, first
+            session.epoch = next(self._epochs)
+            session.first = session.synced = session.decided = first
         return session
 
     def drafted(self, session_id: int) -> None:
@@ -157,7 +209,8 @@ class DraftSync:
             return  # said of an earlier life
         num_waits = session.num_refusals if wait else session.num_refusals - 1
         delay = FIRST_RETRY_S * 2.0 ** min(num_waits, 16) if num_waits >= 0 else 0.0
-        session.epoch, session.synced, session.open = next(self._epochs), session.first, False
+        session.epoch, session.open = next(self._epochs), False
+        session.synced = session.decided = session.first
         session.num_refusals += 1
         session.retry_at = now + min(delay, LONGEST_RETRY_S)
 

@@ -1,15 +1,16 @@
-"""The Drafter promise kept over gRPC: one Step up and one Proposals down per engine step.
+"""The Drafter promise kept over gRPC: Steps up, Proposals down, matched by step id.
 
-`propose` and `release` run on the engine thread and own all session state; the stream itself lives
-on the loop thread (`draft_link.py`). Whatever the drafter does, a step waits at most
-`draft_timeout_ms`, and bad or late answers only cost their drafts.
+Most of what the next step will ask is sent ahead, during the step before (`look_ahead`); `propose`
+sends what came otherwise. These and `release` run on the engine thread and own all session state;
+the stream itself lives on the loop thread (`draft_link.py`). Whatever the drafter does, a step
+waits at most `draft_timeout_ms`, and bad or late answers only cost their drafts.
 """
 
 import hashlib
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from common.contract import Contract
 from common.logs import fields
@@ -20,11 +21,14 @@ from verifier_svc.draft_link import DraftConnector, DraftLink, LinkSettings
 from verifier_svc.draft_payload import read_draft
 from verifier_svc.draft_sync import Ask, DraftSync, LinkLimits
 from verifier_svc.drafting import Draft, DrafterStatus, Drafts, FeatureSource
-from verifier_svc.request import Plan, Request, SamplingMode, SamplingParams
+from verifier_svc.request import Outlook, Plan, Request, SamplingMode, SamplingParams
 
 log = logging.getLogger(__name__)
 
-MAX_UNANSWERED = 8  # steps; below the drafter's own limit, past which it stops reading
+MAX_UNANSWERED = 12  # steps; below the drafter's own limit, past which it stops reading
+
+
+Want = tuple[int, Ask]  # step id, and what of it counts
 
 
 class DrafterClient:
@@ -44,6 +48,9 @@ class DrafterClient:
         self._sync = DraftSync(contract.block_size, contract.context_window)
         self._link: DraftLink | None = None  # the one that `_sync` speaks of
         self._unanswered: dict[int, list[Ask]] = {}  # step id -> what it asked
+        # By session: whose drafts count; and the drafts, once they are there.
+        self._wanted: dict[int, Want] = {}
+        self._arrived = Drafts()
         self._last_step_id = 0
         self._complained = False  # of this link, in the log
         # Called by `propose` between sending and waiting: what else the engine thread has to do.
@@ -74,25 +81,53 @@ class DrafterClient:
         link = self._current_link()
         if link is None:
             return Drafts()
+        self._sync.settle(plan)
         self._take_waiting(link)
-        if not self._breaker.allows:
+        if not self._breaker.allows or self._is_behind(link, plan):
+            self._want({})
             return Drafts()
-        if len(self._unanswered) >= MAX_UNANSWERED:
-            if plan.wants_drafts:
-                self._late(link, "backlog")
-            return Drafts()
-        asks = self._sync.asks(plan, time.monotonic())
-        if not asks:
-            return Drafts()
+        ahead, asks, wanted = self._wanted, list[Ask](), dict[int, Want]()
+        for ask in self._sync.asks(plan, time.monotonic()):
+            early = ahead.get(ask.request.session_id)
+            if early is not None and early[1].answers(ask):
+                wanted[ask.request.session_id] = early[0], ask
+            else:
+                asks.append(ask)
         step_id = self._send(link, asks, features)
-        if not any(ask.num_drafts for ask in asks):
-            return Drafts()
-        self.meanwhile()
-        return self._wait_for(link, step_id)
+        wanted |= {ask.request.session_id: (step_id, ask) for ask in asks if ask.num_drafts}
+        self._count_ahead(ahead, wanted)
+        self._want(wanted)
+        if wanted:
+            self.meanwhile()
+            self._wait(link)
+        return self._take_drafts()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The drafter listens, and nothing is piling up."""
+        link = self._connector.link
+        return (
+            self._settings.look_ahead
+            and link is not None
+            and link is self._link
+            and not link.lost
+            and self._breaker.allows
+            and len(self._unanswered) < MAX_UNANSWERED // 2
+        )
+
+    def look_ahead(self, outlooks: Sequence[Outlook], features: FeatureSource) -> None:
+        """Sends what will probably be asked next; `propose` finds out whether it was right."""
+        link = self._link
+        if link is None or not self.looks_ahead:
+            return
+        asks = self._sync.asks_ahead(outlooks)
+        step_id = self._send(link, asks, features)
+        self._wanted |= {ask.request.session_id: (step_id, ask) for ask in asks if ask.num_drafts}
 
     def release(self, request: Request) -> None:
         """Closes the session now if the drafter listens, else with the next step."""
         self._sync.release(request.session_id)
+        self._wanted.pop(request.session_id, None)
         link = self._current_link()
         if link is not None:
             self._take_waiting(link)
@@ -113,6 +148,7 @@ class DrafterClient:
                 LinkLimits(welcome.max_sessions, welcome.max_step_rows, welcome.max_context_len)
             )
             self._unanswered.clear()
+            self._want({})
             self._complained = False
             self._breaker = Breaker(self._settings.breaker_after)
         return link
@@ -140,31 +176,63 @@ class DrafterClient:
         link.send(message)
         return self._last_step_id
 
-    def _wait_for(self, link: DraftLink, step_id: int) -> Drafts:
-        deadline = time.monotonic() + self._settings.draft_timeout_ms / 1e3
-        while True:
+    def _want(self, wanted: dict[int, Want]) -> None:
+        """From now on only these drafts count; of those that arrived, they stay."""
+        arrived = self._arrived.by_session
+        self._arrived.by_session = {
+            session_id: arrived[session_id]
+            for session_id, (step_id, _) in wanted.items()
+            if session_id in arrived and self._wanted[session_id][0] == step_id
+        }
+        self._wanted = wanted
+
+    def _take_drafts(self) -> Drafts:
+        """What arrived of what is wanted; afterwards nothing is."""
+        arrived, wanted = self._arrived, self._wanted
+        self._arrived, self._wanted = Drafts(), {}
+        drafts = {
+            session_id: draft.truncated(wanted[session_id][1].num_drafts)
+            for session_id, draft in arrived.by_session.items()
+        }
+        return Drafts(drafts, arrived.drafter_s)
+
+    def _is_behind(self, link: DraftLink, plan: Plan) -> bool:
+        """So much is unanswered that nothing more is sent."""
+        behind = len(self._unanswered) >= MAX_UNANSWERED
+        if behind and plan.wants_drafts:
+            self._late(link, "backlog")
+        return behind
+
+    def _count_ahead(self, ahead: Mapping[int, Want], wanted: Mapping[int, Want]) -> None:
+        if self._telemetry.counts:
+            used = sum(wanted.get(i, (0,))[0] == step_id for i, (step_id, _) in ahead.items())
+            self._telemetry.record(M.ASKED_AHEAD, used, outcome="used")
+            self._telemetry.record(M.ASKED_AHEAD, len(ahead) - used, outcome="in_vain")
+
+    def _wait(self, link: DraftLink) -> None:
+        """Until every step with drafts that count is answered, or the time is over."""
+        left = self._settings.draft_timeout_ms / 1e3
+        deadline = time.monotonic() + left
+        steps = {step_id for step_id, _ in self._wanted.values()}
+        while not steps.isdisjoint(self._unanswered):
             try:
-                message = link.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                if left < 0:  # a flood must not stretch the wait
+                    raise queue.Empty
+                message = link.inbox.get(timeout=left)
             except queue.Empty:
-                self._late(link, "timeout")
-                return Drafts()
+                return self._late(link, "timeout")
             if message is None:
-                self._telemetry.record(M.DRAFT_LATE, reason="lost")
-                return Drafts()
-            drafts = self._apply(message, waited=step_id)
-            if drafts is not None:
-                self._breaker.in_time()
-                return drafts
-            if time.monotonic() >= deadline:  # a flood must not stretch the wait
-                self._late(link, "timeout")
-                return Drafts()
+                return self._telemetry.record(M.DRAFT_LATE, reason="lost")
+            self._apply(message)
+            left = deadline - time.monotonic()
+        return self._breaker.in_time()
 
     def _take_waiting(self, link: DraftLink) -> None:
         """Applies what came since the last step: late answers, evictions, a Pong."""
         for _ in range(link.inbox.qsize()):  # only this thread takes; a flood goes on for ever
             message = link.inbox.get_nowait()
             if message is not None:
-                self._apply(message, waited=0)
+                self._apply(message)
 
     def _late(self, link: DraftLink, reason: str) -> None:
         self._telemetry.record(M.DRAFT_LATE, reason=reason)
@@ -172,24 +240,22 @@ class DrafterClient:
         if probe_after is not None:
             link.probe(probe_after)
 
-    def _apply(self, message: pb.DraftResponse, waited: int) -> Drafts | None:
-        """Takes in one message; the drafts of step `waited`, if these are they."""
+    def _apply(self, message: pb.DraftResponse) -> None:
+        """Takes in one message."""
         kind = message.WhichOneof("kind")
         if kind == "proposals":
-            return self._proposals(message.proposals, waited)
-        if kind == "evicted":
+            self._proposals(message.proposals)
+        elif kind == "evicted":
             self._sync.evicted(message.evicted.session_ids, time.monotonic())
         elif kind == "pong" and self._breaker.state is BreakerState.SUSPENDED:
             self._breaker.answered()
-        return None
 
-    def _proposals(self, proposals: pb.Proposals, waited: int) -> Drafts | None:
+    def _proposals(self, proposals: pb.Proposals) -> None:
         asks = self._unanswered.pop(proposals.step_id, None)
         if asks is None:
             self._bad(f"proposals for step {proposals.step_id}, which waits for none")
-            return None
+            return
         asked = {ask.request.session_id: ask for ask in asks}
-        drafts = Drafts()
         for proposal in proposals.proposals:
             ask = asked.get(proposal.session_id)
             if (
@@ -203,15 +269,15 @@ class DrafterClient:
                 )
             elif proposal.status != pb.Proposal.STATUS_OK:
                 self._refused(proposal)
-            elif proposals.step_id != waited:
+            elif self._wanted.get(proposal.session_id, (0,))[0] != proposals.step_id:
                 self._telemetry.record(M.STALE_PROPOSALS)  # its anchor was decided without it
             else:
                 draft = self._draft(proposal, ask)
                 if draft is not None:
-                    drafts.by_session[proposal.session_id] = draft
-        spent_us = proposals.queue_us + proposals.ingest_us + proposals.draft_us
-        drafts.drafter_s = spent_us / 1e6
-        return drafts if proposals.step_id == waited else None
+                    self._arrived.by_session[proposal.session_id] = draft
+        if any(step_id == proposals.step_id for step_id, _ in self._wanted.values()):
+            spent_us = proposals.queue_us + proposals.ingest_us + proposals.draft_us
+            self._arrived.drafter_s += spent_us / 1e6
 
     def _refused(self, proposal: pb.Proposal) -> None:
         lost = (pb.Proposal.STATUS_UNKNOWN_SESSION, pb.Proposal.STATUS_BASE_MISMATCH)
@@ -260,7 +326,7 @@ def _ask_to_pb(ask: Ask, top_k: int) -> pb.Entry:
         num_draft_tokens=ask.num_drafts,
     )
     if ask.num_drafts:
-        entry.anchor_id = ask.request.token_ids[ask.anchor_position]
+        entry.anchor_id = ask.anchor_id
         sampling = ask.request.sampling
         if not sampling.greedy:
             entry.sampling.mode = _MODES[sampling.mode]

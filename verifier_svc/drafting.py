@@ -4,13 +4,14 @@ Pure but for numpy arrays of a few kB. `drafter_client.py` keeps the promise ove
 is plain decoding; tests plug in their own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verifier_svc.request import Plan, Request
+from verifier_svc.request import Outlook, Plan, Request
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,18 @@ class Drafter(Protocol):
         """
         ...
 
+    @property
+    def looks_ahead(self) -> bool:
+        """`look_ahead` is of use to it now."""
+        ...
+
+    def look_ahead(self, outlooks: Sequence[Outlook], features: FeatureSource) -> None:
+        """Between two `propose`: how the step in progress will probably end, for some requests.
+
+        May be called several times in a step, each time with what is known better by now.
+        """
+        ...
+
     def release(self, request: Request) -> None:
         """The request ended or was preempted: its session may be dropped."""
         ...
@@ -91,6 +104,14 @@ class NoDrafter:
     def propose(self, plan: Plan, features: FeatureSource) -> Drafts:
         """No drafts, no wait."""
         return Drafts()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Never."""
+        return False
+
+    def look_ahead(self, outlooks: Sequence[Outlook], features: FeatureSource) -> None:
+        """Nobody is told."""
 
     def release(self, request: Request) -> None:
         """Nothing is held."""

@@ -16,6 +16,7 @@ from common.errors import DsparkError, Overloaded, Unavailable
 from common.logs import fields
 from verifier_svc.drafting import Drafter
 from verifier_svc.events import Event, Failed, Finished, Gauges
+from verifier_svc.foresight import Foresight
 from verifier_svc.request import Plan, Request
 from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Engine:
         self._drafter = drafter
         self._verify_length = verify_length
         self._verifier = Verifier()
+        self._foresight = Foresight(scheduler, self._verifier, drafter)
         self._emit = emit
         self._max_waiting = max_waiting  # requests without a place among the running ones
         self._changed = threading.Condition()  # guards the next four
@@ -122,7 +124,10 @@ class Engine:
     # -- engine thread --------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Plan, draft, choose, forward, verify, commit. Needs a scheduler with work."""
+        """Plan, draft, choose, forward, verify, commit. Needs a scheduler with work.
+
+        While the forward runs, the drafter is told how it will probably end (`foresight.py`).
+        """
         began = time.monotonic()
         plan = self._scheduler.plan()
         planned = time.monotonic()
@@ -130,9 +135,12 @@ class Engine:
         self.flush()  # unless the drafter did while it waited
         drafted = time.monotonic()
         drafts = self._verify_length.choose(plan, drafts)
-        logits = self._runner.forward(plan, drafts)
+        watch = self._foresight.watch(plan, drafts, self._runner.features)
+        logits = self._runner.forward(plan, drafts, watch)
         computed = time.monotonic()
         verdicts = self._verifier.verify(logits, plan, drafts)
+        if watch is not None:
+            watch.ended(verdicts)
         verified = time.monotonic()
         rounds = _decoding(plan)
         events = self._scheduler.commit(plan, drafts, verdicts)

@@ -182,6 +182,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """Where a decoding request will probably stand once the step in progress is decided."""
+
+    request: Request
+    start: int  # position of its next anchor; rows before it are there
+    anchor_id: int | None = None  # None: nothing is known of it yet
+    max_drafts: int = 0  # drafts that the next round will want; 0 without an anchor
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What verification decided for one entry that samples.
 

@@ -5,6 +5,8 @@ known tokens. Writes KV and feature rows of every row that runs; those of reject
 written again by the next round before anything reads them. Decides nothing.
 """
 
+from typing import Protocol
+
 import torch
 
 from common.models.interfaces import KVCache, Target
@@ -12,6 +14,18 @@ from common.nn.attention import AttentionBatch, Segment
 from verifier_svc.drafting import Drafts
 from verifier_svc.features import FeatureStore
 from verifier_svc.request import Plan
+
+
+class StepWatcher(Protocol):
+    """Is told how far a forward is, so that others may begin before it ends."""
+
+    def rows_stored(self) -> None:
+        """The feature rows of the whole step are in the store."""
+        ...
+
+    def logits_likely(self, logits: torch.Tensor) -> None:
+        """As `forward` returns them, but of the likely ids only; see `VocabHead`."""
+        ...
 
 
 class Runner:
@@ -30,7 +44,9 @@ class Runner:
         self._kv = kv
 
     @torch.inference_mode()
-    def forward(self, plan: Plan, drafts: Drafts) -> torch.Tensor:
+    def forward(
+        self, plan: Plan, drafts: Drafts, watcher: StepWatcher | None = None
+    ) -> torch.Tensor:
         """Raw logits, [N, vocab] fp32. For each entry that samples, in plan order, one row after
         its last known token and one after each of its drafts.
         """
@@ -51,15 +67,19 @@ class Runner:
             segments.append(Segment(first, num_rows, stop, request.block_table))
             if entry.samples:
                 sampled += range(first + entry.num_tokens - 1, first + num_rows)
-        hidden = self._run(token_ids, positions, segments)
+        hidden = self._run(token_ids, positions, segments, watcher)
         if len(sampled) < len(token_ids):
             hidden = hidden[self._tensor(sampled)]
         if not sampled:
             return hidden.new_zeros(0, self.model.config.vocab_size, dtype=torch.float32)
-        return self.model.logits(hidden)
+        return self.model.logits(hidden, None if watcher is None else watcher.logits_likely)
 
     def _run(
-        self, token_ids: list[int], positions: list[int], segments: list[Segment]
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        segments: list[Segment],
+        watcher: StepWatcher | None,
     ) -> torch.Tensor:
         self._kv.prepare(segments)
         slots = [
@@ -68,9 +88,13 @@ class Runner:
             for slot in self._kv.slots_of(s.block_table, s.context_len - s.num_query, s.context_len)
         ]
         batch = AttentionBatch(segments, self._tensor(slots), self._tensor(positions))
-        hidden, taps = self.model.forward(self._tensor(token_ids), self._kv, batch, self._taps)
-        if taps is not None:
+
+        def store(taps: torch.Tensor) -> None:
             self.features.write(batch.slots, taps)
+            if watcher is not None:
+                watcher.rows_stored()
+
+        hidden, _ = self.model.forward(self._tensor(token_ids), self._kv, batch, self._taps, store)
         self._kv.settle(segments)
         return hidden
 

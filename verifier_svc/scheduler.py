@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from verifier_svc.drafting import Drafts
 from verifier_svc.events import Delta, Event, Finished
 from verifier_svc.kv_blocks import KVBlocks
-from verifier_svc.request import Entry, FinishReason, Plan, Request, Verdict
+from verifier_svc.request import Entry, FinishReason, Outlook, Plan, Request, Verdict
 from verifier_svc.stopping import StopCursor, TextDecoder
 
 
@@ -104,6 +104,24 @@ class Scheduler:
                 events.append(self._end(request))
         return events
 
+    def outlook(self, plan: Plan, verdicts: Mapping[int, Verdict]) -> list[Outlook]:
+        """Where the drafted rounds of `plan` lead if these verdicts hold; changes nothing.
+
+        Left out are requests that end or want no drafts in the round after this one.
+        """
+        found = []
+        for index, entry in enumerate(plan.entries):
+            request = entry.request
+            if not (request.decoding and entry.max_drafts):
+                continue
+            verdict = verdicts[index]
+            num_known = len(request.token_ids) + len(verdict.token_ids)
+            max_drafts = self._drafts_wanted(request, num_known)
+            if max_drafts > 0 and not self._cursors[request].ends_by_id(verdict.token_ids):
+                start = entry.start + entry.num_tokens + verdict.num_accepted
+                found.append(Outlook(request, start, verdict.token_ids[-1], max_drafts))
+        return found
+
     def abort(self, request: Request) -> Finished:
         """Ends a live request between steps and frees all that it holds."""
         request.finish_reason = FinishReason.ABORT
@@ -120,19 +138,19 @@ class Scheduler:
             return planned
         share = (self.limits.max_batch_tokens - len(planned)) // len(planned)
         for request, entry in planned.items():
-            num_drafts = min(share, self._drafts_wanted(request))
+            num_drafts = min(share, self._drafts_wanted(request, len(request.token_ids)))
             num_drafts = min(num_drafts, self.kv_blocks.room(request) - entry.start - 1)
             if num_drafts > 0:
                 self.kv_blocks.grow(request, entry.start + 1 + num_drafts)
                 planned[request] = Entry(request, entry.start, 1, True, num_drafts)
         return planned
 
-    def _drafts_wanted(self, request: Request) -> int:
+    def _drafts_wanted(self, request: Request, num_known: int) -> int:
         """The last token that may be emitted needs no draft: it comes as the round's bonus."""
         wishes = request.speculation
         if not wishes.enabled:
             return 0
-        most = min(self.limits.max_drafts, request.max_len - len(request.token_ids) - 1)
+        most = min(self.limits.max_drafts, request.max_len - num_known - 1)
         return most if wishes.max_draft_tokens is None else min(most, wishes.max_draft_tokens)
 
     def _plan_prefill(self, request: Request, rows: int, planned: dict[Request, Entry]) -> int:

@@ -9,6 +9,7 @@ character: the match that ends first wins, the longest of those that end togethe
 while it could be the beginning of a stop string.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from verifier_svc.request import FinishReason, Request
@@ -60,6 +61,15 @@ class StopCursor:
             within = request.num_output < stopping.max_tokens
             request.finish_reason = FinishReason.CONTEXT_FULL if within else FinishReason.MAX_TOKENS
         return text
+
+    def ends_by_id(self, token_ids: Iterable[int]) -> bool:
+        """One of these tokens, pushed next, would end the request, whatever its text."""
+        first = self._request.num_output + 1
+        return any(
+            token_id in self._eos_ids or token_id in self._stop_ids
+            for num_output, token_id in enumerate(token_ids, start=first)
+            if num_output > self._request.stopping.min_tokens
+        )
 
     def flush(self) -> str:
         """Text held back until the end; a stop string in it still counts and cuts it."""

@@ -46,9 +46,13 @@ class Verifier:
         self._states: WeakKeyDictionary[Request, SamplingState] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def verify(self, logits: torch.Tensor, plan: Plan, drafts: Drafts) -> dict[int, Verdict]:
+    def verify(
+        self, logits: torch.Tensor, plan: Plan, drafts: Drafts, *, guess: bool = False
+    ) -> dict[int, Verdict]:
         """logits: raw, [N, vocab] fp32. For each entry that samples, in plan order, one row after
         its last known token and one after each draft. Returns a verdict by such an entry's index.
+
+        guess: the logits are not complete yet, and nobody wants their log-probabilities.
         """
         blocks = self._blocks(plan, drafts)
         assert sum(block.num_rows for block in blocks) == logits.shape[0], logits.shape
@@ -56,7 +60,7 @@ class Verifier:
         for block in blocks:
             by_case[_case(block)].append(block)
         outcomes = _decide(logits, by_case)
-        logprobs = _logprobs(logits, blocks, outcomes)
+        logprobs = {} if guess else _logprobs(logits, blocks, outcomes)
         return {
             block.index: Verdict(
                 len(block.draft_ids),

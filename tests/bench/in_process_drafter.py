@@ -11,13 +11,13 @@ from drafter_svc.batcher import GREEDY, DraftMode, Entry, LinkOpened, RowForm, S
 from drafter_svc.engine import DraftEngine, StepReply
 from verifier_svc.draft_payload import read_draft
 from verifier_svc.draft_sync import Ask, DraftSync, LinkLimits
-from verifier_svc.drafting import Draft, Drafts, FeatureSource
+from verifier_svc.drafting import Draft, Drafts, FeatureSource, NoDrafter
 from verifier_svc.request import Plan, Request, SamplingMode
 
 MODES = {SamplingMode.REJECTION: DraftMode.SAMPLED, SamplingMode.COUPLED: DraftMode.COUPLED}
 
 
-class InProcessDrafter:
+class InProcessDrafter(NoDrafter):
     """Runs the engine on the caller's thread."""
 
     def __init__(

@@ -2,9 +2,10 @@
 
     python tests/bench/split_round.py [--rounds 60] [--repeats 5]
 
-The same engine, target, drafter weights and prompts both ways; the drafter process listens on a
-Unix socket; one thread each. Both ways run in turn, greedy, at 1 and 8 requests. Prints medians
-over rounds of the round time and the added time, in milliseconds and as a share of the round.
+The same engine, target, drafter weights and prompts all ways; the drafter process listens on a
+Unix socket; one thread each. "split" is what the services do, "waiting" the same without looking
+ahead. The ways run in turn, greedy, at 1 and 8 requests. Prints medians over rounds of the round
+time and the added time, in milliseconds and as a share of the round.
 """
 
 import argparse
@@ -127,24 +128,31 @@ def main() -> None:
         listen = f"unix:{name}/d.sock"
         with ServiceProcess("drafter_svc", flags, listen=listen, log=Path(name) / "log") as own:
             own.wait_ready()
-            client = asyncio.run_coroutine_threadsafe(connect(listen, contract), loop).result()
-            while client.status().state != "READY":
+            clients = {
+                way: asyncio.run_coroutine_threadsafe(
+                    connect(listen, contract, look_ahead=way == "split"), loop
+                ).result()
+                for way in ("split", "waiting")
+            }
+            while any(client.status().state != "READY" for client in clients.values()):
                 time.sleep(0.01)
+            ways: dict[str, Drafter] = {**clients, "local": local}
             benches = {
                 way: Bench(
                     model, tokenizer, drafter, contract.target_layer_ids, contract.block_size
                 )
-                for way, drafter in (("split", client), ("local", local))
+                for way, drafter in ways.items()
             }
             use_huge_pages()  # as the services do
             compare(benches, prompts, args.rounds, args.repeats)
-            asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
+            for client in clients.values():
+                asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
 
 
-async def connect(listen: str, contract: object) -> DrafterClient:
+async def connect(listen: str, contract: object, *, look_ahead: bool) -> DrafterClient:
     """A client on the running loop."""
-    settings = LinkSettings(listen, draft_timeout_ms=5000)
+    settings = LinkSettings(listen, draft_timeout_ms=5000, look_ahead=look_ahead)
     made = DrafterClient(settings, contract, Telemetry())  # type: ignore[arg-type]
     await made.start()
     return made
@@ -153,7 +161,7 @@ async def connect(listen: str, contract: object) -> DrafterClient:
 def compare(
     benches: dict[str, Bench], prompts: list[list[int]], num_rounds: int, repeats: int
 ) -> None:
-    """Interleaves both ways and prints what the split adds."""
+    """Interleaves the ways and prints what the split adds."""
     print(machine())
     result: dict[str, float] = {}
     for count in (1, 8):
@@ -165,14 +173,17 @@ def compare(
                 if repeat:  # the first is the warm-up
                     took[way].append(statistics.median(ms))
                     kept[way].append(accepted)
-        added = statistics.median(s - n for s, n in zip(took["split"], took["local"], strict=True))
-        whole = statistics.median(took["split"])
-        print(
-            f"{count} requests: round {whole:.2f} ms split, {statistics.median(took['local']):.2f} "
-            f"ms in process; added {added:.2f} ms = {added / whole:.1%}; accepted per round "
-            f"{statistics.mean(kept['split']):.2f} and {statistics.mean(kept['local']):.2f}"
-        )
-        result |= {f"added_ms_{count}": round(added, 3), f"share_{count}": round(added / whole, 4)}
+        print(f"{count} requests: {statistics.median(took['local']):.2f} ms a round in process")
+        for way in ("split", "waiting"):
+            pairs = zip(took[way], took["local"], strict=True)
+            added = statistics.median(split - local for split, local in pairs)
+            whole = statistics.median(took[way])
+            print(
+                f"  {way}: {whole:.2f} ms, added {added:.2f} ms = {added / whole:.1%}; accepted "
+                f"{statistics.mean(kept[way]):.2f} and {statistics.mean(kept['local']):.2f}"
+            )
+            result[f"{way}_added_ms_{count}"] = round(added, 3)
+            result[f"{way}_share_{count}"] = round(added / whole, 4)
     print(json.dumps(result))
 
 

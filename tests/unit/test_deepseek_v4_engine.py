@@ -49,7 +49,7 @@ def taps_of(model: DeepseekV4Target, token_ids: list[int]) -> Tensor:
     return taps
 
 
-class KnowsTheAnswer:
+class KnowsTheAnswer(NoDrafter):
     """Drafts the right tokens, if it `errs` up to a random place; notes what rows it reads."""
 
     def __init__(self, answers: dict[str, list[int]], *, errs: bool = True) -> None:

@@ -16,7 +16,7 @@ from common.loading.tokenizer import Tokenizer
 from common.models.dense import DenseTarget
 from common.models.dspark_qwen3 import DSparkQwen3, load_drafter
 from common.testing.tiny import tiny_drafter
-from verifier_svc.drafting import Draft, Drafts, FeatureSource
+from verifier_svc.drafting import Draft, Drafts, FeatureSource, NoDrafter
 from verifier_svc.request import Entry, FinishReason, Plan, Request
 
 PROMPTS_PER_FAMILY = 100
@@ -29,7 +29,7 @@ HEADS = {  # name: arguments of tiny_drafter
 }
 
 
-class LocalDrafter:
+class LocalDrafter(NoDrafter):
     """A DSpark drafter without a service: one region of context KV per live request.
 
     `spoil_every` n: every n-th place of a block is spoiled, which forces rejections at all of them.

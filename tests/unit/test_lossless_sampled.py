@@ -18,7 +18,7 @@ from scipy import stats
 
 from common.models.dense import DenseTarget
 from common.nn.attention import AttentionBatch, Segment
-from verifier_svc.drafting import Draft, Drafts, FeatureSource
+from verifier_svc.drafting import Draft, Drafts, FeatureSource, NoDrafter
 from verifier_svc.request import Plan, Request, SamplingMode
 
 VOCAB, NUM_TOKENS, NUM_RUNS = 8, 3, 20_000
@@ -93,7 +93,7 @@ def law(model) -> Callable[[str], Law]:
     return get
 
 
-class Sampler:
+class Sampler(NoDrafter):
     """Drafts two tokens from a table of distributions by last token; sends these or tokens only.
 
     Several tables take turns by session. `dies_at`: from that step on nothing comes any more.

@@ -8,14 +8,14 @@ import torch
 
 from common.loading.tokenizer import Tokenizer
 from common.nn.attention import AttentionBatch, Segment
-from verifier_svc.drafting import Draft, Drafts, FeatureSource
+from verifier_svc.drafting import Draft, Drafts, FeatureSource, NoDrafter
 from verifier_svc.events import Delta
 from verifier_svc.request import FinishReason, Plan, Request, SamplingMode
 
 VOCAB = 64  # of the tiny models
 
 
-class Oracle:
+class Oracle(NoDrafter):
     """A drafter that knows what plain decoding answers and spoils it as told.
 
     `spoil(request, right, max_drafts, step)` returns the draft, or None for none in time.

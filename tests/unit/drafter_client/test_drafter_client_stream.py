@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from common.pb.v1 import drafter_pb2 as pb
+from verifier_svc.drafter_client import MAX_UNANSWERED
 from verifier_svc.request import Entry, Plan, SamplingMode, SamplingParams
 
 
@@ -350,9 +351,9 @@ def test_a_backlog_of_unanswered_steps_stops_the_sending(rig: Any) -> None:
     req.num_computed = 200
     for start in range(0, 200, 10):
         rig.client.propose(Plan(1, (Entry(req, start, 10, False, 0),)), rig.Features())
-    rig.eventually(lambda: len(fake.steps) == 8)
+    rig.eventually(lambda: len(fake.steps) == MAX_UNANSWERED)
     rig.client.propose(prompt, rig.Features())
-    assert len(fake.steps) == 8 and rig.state == "READY"
+    assert len(fake.steps) == MAX_UNANSWERED and rig.state == "READY"
     rig.propose(rig.request(2))
     assert rig.counts.of["draft_late.backlog"] == 1
 
