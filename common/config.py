@@ -52,6 +52,9 @@ class ServiceConfig:
         30.0, "seconds that running streams may take after SIGTERM before they are cut", low=0
     )
     threads: int = setting(1, "CPU threads of one forward pass", low=1, high=1024)
+    cores: str | None = setting(
+        None, "CPU cores that this process keeps to, such as 0 or 2-5,8; absent: any"
+    )
     huge_pages: bool = setting(
         True, "move what was loaded to huge pages at start, where Linux has them; up to 10 s"
     )

@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from common.config import limit_threads, parse, run, torchrun_world, unread_variables
+from common.cores import use_cores
 from common.logs import fields, setup
 from common.parallel import Parallel, joined
 from drafter_svc.config import DrafterConfig
@@ -29,6 +30,7 @@ def _start() -> None:
     world = torchrun_world()
     setup(world.named("drafter"), config.service.log_format, config.service.log_level)
     limit_threads(config.service.threads)  # before torch is imported
+    use_cores(config.service.cores)
     decision = decide(config)
     if world.size > 1:
         from common.models.drafters import check_ranks  # imports torch

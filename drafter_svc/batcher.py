@@ -70,6 +70,7 @@ class Step:
     rows: bytes
     form: RowForm
     close_ids: tuple[int, ...] = ()  # applied before the entries
+    quiet: bool = False  # answered only if an entry fails
     received: float = field(default_factory=time.monotonic)
 
 

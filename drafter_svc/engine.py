@@ -53,6 +53,7 @@ class StepReply:
 
     link: int
     step_id: int
+    quiet: bool = False  # not worth a message without proposals
     proposals: list[Proposal] = field(default_factory=list)
     queue_s: float = 0.0  # receipt to compute start
     ingest_s: float = 0.0
@@ -147,7 +148,8 @@ class DraftEngine:
         for work in batch:
             match work:
                 case Step():
-                    reply = StepReply(work.link, work.step_id, queue_s=started - work.received)
+                    queue_s = started - work.received
+                    reply = StepReply(work.link, work.step_id, work.quiet, queue_s=queue_s)
                     self._admit(work, reply, newest, started, spans, wishes)
                     replies.append(reply)
                 case Ping(link, nonce):

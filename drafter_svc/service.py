@@ -260,10 +260,14 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         if messages:
             self._loop.call_soon_threadsafe(self._dispatch, messages)
 
-    def _dispatch(self, messages: list[tuple[int, pb.DraftResponse, bool]]) -> None:
+    def _dispatch(self, messages: list[tuple[int, pb.DraftResponse | None, bool]]) -> None:
         for number, message, answer in messages:
             link = self._links.get(number)
-            if link is not None:  # else it left in the meantime
+            if link is None:  # it left in the meantime
+                continue
+            if message is None:
+                link.credits.release()
+            else:
                 link.send(message, answer=answer)
 
     def _died(self) -> None:

@@ -48,7 +48,7 @@ def step_from_pb(
         raise InvalidRequest(
             f"rows has {len(rows)} bytes; {num_rows} rows of {form.width} {form.dtype} are {wanted}"
         )
-    return Step(link, step.step_id, entries, rows, form, tuple(step.close_ids))
+    return Step(link, step.step_id, entries, rows, form, tuple(step.close_ids), step.quiet)
 
 
 def _entry_from_pb(entry: pb.Entry) -> Entry:
@@ -74,9 +74,11 @@ def _sampling_from_pb(sampling: pb.DraftSampling) -> Sampling:
     return Sampling(mode, sampling.temperature, sampling.seed, sampling.top_k)
 
 
-def reply_to_pb(reply: Reply) -> pb.DraftResponse:
-    """One message down."""
+def reply_to_pb(reply: Reply) -> pb.DraftResponse | None:
+    """One message down; None where there is nothing to say."""
     match reply:
+        case StepReply(quiet=True, proposals=[]):
+            return None
         case Pong(_, nonce, num_sessions):
             return pb.DraftResponse(pong=pb.Pong(nonce=nonce, num_sessions=num_sessions))
         case Evicted(_, session_ids):

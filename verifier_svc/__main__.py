@@ -6,6 +6,7 @@ import signal
 import sys
 
 from common.config import limit_threads, parse, run, torchrun_world, unread_variables
+from common.cores import use_cores
 from common.logs import fields, setup
 from common.parallel import Parallel, joined
 from common.server import Service, serve
@@ -30,6 +31,7 @@ def _start() -> None:
         VerifierConfig, prog=PROG, description="Runs the target model and streams tokens."
     )
     limit_threads(config.service.threads)
+    use_cores(config.service.cores)
     world = torchrun_world()
     setup(world.named("verifier"), config.service.log_format, config.service.log_level)
     decision = decide(config)

@@ -121,7 +121,8 @@ class DrafterClient:
         if link is None or not self.looks_ahead:
             return
         asks = self._sync.asks_ahead(outlooks)
-        step_id = self._send(link, asks, features)
+        quiet = not any(ask.num_drafts for ask in asks)
+        step_id = self._send(link, asks, features, quiet=quiet)
         self._wanted |= {ask.request.session_id: (step_id, ask) for ask in asks if ask.num_drafts}
 
     def release(self, request: Request) -> None:
@@ -153,7 +154,14 @@ class DrafterClient:
             self._breaker = Breaker(self._settings.breaker_after)
         return link
 
-    def _send(self, link: DraftLink, asks: list[Ask], features: FeatureSource | None) -> int:
+    def _send(
+        self,
+        link: DraftLink,
+        asks: list[Ask],
+        features: FeatureSource | None,
+        *,
+        quiet: bool = False,
+    ) -> int:
         """One Step: rows of all asks, and what to close. Nothing to say sends nothing."""
         closing = self._sync.take_closing()
         if not asks and not closing:
@@ -161,7 +169,7 @@ class DrafterClient:
         self._last_step_id += 1
         message = pb.DraftRequest()
         step = message.step
-        step.step_id = self._last_step_id
+        step.step_id, step.quiet = self._last_step_id, quiet
         step.close_ids.extend(closing)
         spans = []
         for ask in asks:
@@ -251,10 +259,13 @@ class DrafterClient:
             self._breaker.answered()
 
     def _proposals(self, proposals: pb.Proposals) -> None:
-        asks = self._unanswered.pop(proposals.step_id, None)
+        asks = self._unanswered.get(proposals.step_id)
         if asks is None:
             self._bad(f"proposals for step {proposals.step_id}, which waits for none")
             return
+        # Steps are answered in order, and quiet ones by the next one's answer.
+        for step_id in [i for i in self._unanswered if i <= proposals.step_id]:
+            del self._unanswered[step_id]
         asked = {ask.request.session_id: ask for ask in asks}
         for proposal in proposals.proposals:
             ask = asked.get(proposal.session_id)

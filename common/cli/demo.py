@@ -22,6 +22,7 @@ from rich.table import Table
 from common.cli.processes import ServiceProcess, exit_on_sigterm
 from common.client import Generation, VerifierClient
 from common.config import cache_dir
+from common.cores import two_shares
 from common.loading.chat import ChatTemplate
 
 DEFAULT_PROMPT = (
@@ -152,24 +153,27 @@ def embedded_pair(console: Console) -> tuple[Path, Path]:
 
 
 class DemoPair:
-    """Starts the two services of the demo on Unix sockets in one folder, one thread each."""
+    """Starts the two services of the demo on Unix sockets in one folder, each with one thread and
+    its own half of the cores.
+    """
 
     def __init__(self, target: Path, drafter: Path, folder: Path) -> None:
         self.target, self.draft_model, self.folder = target, drafter, folder
+        self._verifier_cores, self._drafter_cores = two_shares()
 
     def drafter(self) -> ServiceProcess:
         """The drafter process, ready."""
         flags = ["--model", str(self.draft_model), "--target-model", str(self.target)]
-        return self._start("drafter_svc", [*flags, "--threads", "1"])
+        return self._start("drafter_svc", flags, self._drafter_cores)
 
     @contextmanager
     def verifier(self, *flags: str) -> Iterator[VerifierClient]:
         """A verifier process with `flags`, ready, and a client of it; ended with the block."""
         sts = self.draft_model / "sts.json"
         own = ["--model", str(self.target), "--draft-model", str(self.draft_model)]
-        own += ["--drafter", f"unix:{self.folder}/drafter_svc.sock", "--threads", "1"]
+        own += ["--drafter", f"unix:{self.folder}/drafter_svc.sock"]
         own += ["--sts", str(sts), "--min-survival", MIN_SURVIVAL] if sts.exists() else []
-        with self._start("verifier_svc", [*own, *flags]) as process:
+        with self._start("verifier_svc", [*own, *flags], self._verifier_cores) as process:
             client = VerifierClient(process.listen)
             try:
                 client.wait_for_drafter()
@@ -177,7 +181,8 @@ class DemoPair:
             finally:
                 client.close()
 
-    def _start(self, module: str, flags: list[str]) -> ServiceProcess:
+    def _start(self, module: str, flags: list[str], cores: str | None) -> ServiceProcess:
+        flags = [*flags, "--threads", "1", *([] if cores is None else ["--cores", cores])]
         listen = f"unix:{self.folder}/{module}.sock"
         process = ServiceProcess(module, flags, listen=listen, log=self.folder / f"{module}.log")
         try:

@@ -3,7 +3,7 @@
     python tests/bench/split_round.py [--rounds 60] [--repeats 5]
 
 The same engine, target, drafter weights and prompts all ways; the drafter process listens on a
-Unix socket; one thread each. "split" is what the services do, "waiting" the same without looking
+Unix socket; one thread each, on cores of its own. "split" is what the services do, "waiting" the same without looking
 ahead. The ways run in turn, greedy, at 1 and 8 requests. Prints medians over rounds of the round
 time and the added time, in milliseconds and as a share of the round.
 """
@@ -25,6 +25,7 @@ from rich.console import Console
 
 from common.cli.demo import MEASURED_PROMPTS, embedded_pair
 from common.cli.processes import ServiceProcess, exit_on_sigterm
+from common.cores import two_shares, use_cores
 from common.huge_pages import use_huge_pages
 from common.loading.chat import ChatTemplate
 from common.loading.tokenizer import StreamDecoder, Tokenizer
@@ -106,6 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     exit_on_sigterm()
     torch.set_num_threads(1)
+    cores, drafter_cores = two_shares()
     target, draft = embedded_pair(Console(stderr=True))
     tokenizer, chat = Tokenizer(target), ChatTemplate(target)
     texts = [chat.render([{"role": "user", "content": p}]) for p in MEASURED_PROMPTS * 3][:8]
@@ -121,10 +123,12 @@ def main() -> None:
         contract.block_size,
         contract.vocab_size,
     )
+    use_cores(cores)
     loop = uvloop.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="dspark-bench-") as name:
         flags = ["--model", str(draft), "--target-model", str(target), "--threads", "1"]
+        flags += [] if drafter_cores is None else ["--cores", drafter_cores]
         listen = f"unix:{name}/d.sock"
         with ServiceProcess("drafter_svc", flags, listen=listen, log=Path(name) / "log") as own:
             own.wait_ready()

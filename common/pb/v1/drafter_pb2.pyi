@@ -130,16 +130,18 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_context_len: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "entries", "rows", "close_ids")
+    __slots__ = ("step_id", "entries", "rows", "close_ids", "quiet")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CLOSE_IDS_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     entries: _containers.RepeatedCompositeFieldContainer[Entry]
     rows: bytes
     close_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., rows: _Optional[bytes] = ..., close_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    quiet: bool
+    def __init__(self, step_id: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., rows: _Optional[bytes] = ..., close_ids: _Optional[_Iterable[int]] = ..., quiet: bool = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("session_id", "epoch", "base_len", "num_rows", "num_draft_tokens", "anchor_id", "sampling", "first_len")

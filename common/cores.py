@@ -1,0 +1,67 @@
+"""Keeps a process on some of the machine's CPU cores. Knows no service.
+
+Two services that wake each other several times a round want a core each: where the kernel may move
+them, each wake-up costs about twice as much, and they take each other's caches.
+"""
+
+import os
+import re
+
+from common.errors import StartupError
+
+_PART = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def use_cores(text: str | None) -> None:
+    """Runs this thread, and all that it starts, on the cores that `--cores` names; None: any.
+
+    Raises StartupError for text that names none, or cores that this process may not use.
+    """
+    if text is None:
+        return
+    wanted = parse_cores(text)
+    if not hasattr(os, "sched_setaffinity"):
+        raise StartupError(f"--cores {text}: only Linux can do that; leave it out")
+    allowed = os.sched_getaffinity(0)
+    if not wanted <= allowed:
+        raise StartupError(
+            f"--cores {text}: this process may use {show_cores(allowed)}; name some of these or "
+            "leave it out"
+        )
+    os.sched_setaffinity(0, wanted)
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """ "0", "2-5" or "0,4-7" -> core numbers. Raises StartupError."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < 1 << 16:
+            raise StartupError(f"--cores {text!r}: {part!r} is no core; write 0 or 2-5 or 0,4-7")
+        cores.update(range(first, last + 1))
+    return frozenset(cores)
+
+
+def two_shares() -> tuple[str, str] | tuple[None, None]:
+    """`--cores` of two services that share this machine: half of what this process may use each.
+
+    None if there are not two cores to share.
+    """
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    half = len(allowed) // 2
+    if not half:
+        return None, None
+    return show_cores(set(allowed[:half])), show_cores(set(allowed[half:]))
+
+
+def show_cores(cores: frozenset[int] | set[int]) -> str:
+    """The shortest text that `parse_cores` reads as these."""
+    ordered, parts = sorted(cores), list[str]()
+    for core in ordered:
+        if core - 1 not in cores:
+            last = core
+            while last + 1 in cores:
+                last += 1
+            parts.append(str(core) if core == last else f"{core}-{last}")
+    return ",".join(parts)
