@@ -43,7 +43,7 @@ def parse_cores(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def two_shares() -> tuple[str, str] | tuple[None, None]:
+def two_shares() -> tuple[str | None, str | None]:
     """`--cores` of two services that share this machine: half of what this process may use each.
 
     None if there are not two cores to share.

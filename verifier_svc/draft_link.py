@@ -60,8 +60,11 @@ class LinkSettings:
 class DraftLink:
     """One welcomed stream. All but `inbox` and `lost` belongs to the loop thread."""
 
-    def __init__(self, welcome: pb.Welcome, on_change: Callable[[bool], None]) -> None:
-        self.welcome, self._on_change = welcome, on_change
+    def __init__(
+        self, welcome: pb.Welcome, on_change: Callable[[bool], None], *, wakes: bool
+    ) -> None:
+        """wakes: the path is woken before the next step is due."""
+        self.welcome, self._on_change, self._wakes = welcome, on_change, wakes
         self.inbox: queue.SimpleQueue[pb.DraftResponse | None] = queue.SimpleQueue()  # None: lost
         self.lost = False
         self.answering = True  # loop thread: False from a suspension to the Pong that ends it
@@ -99,7 +102,7 @@ class DraftLink:
         """Between two steps the path falls asleep; a Ping just before the next one wakes it."""
         self._cancel_waking()
         delay = self._rhythm.answered(self._loop.time(), proposals.queue_us / 1e6)
-        if delay is not None and self._waking is None and self.answering:
+        if self._wakes and delay is not None and self._waking is None and self.answering:
             self._wake_timer = self._loop.call_later(delay, self._wake)
 
     def _wake(self) -> None:
@@ -229,7 +232,9 @@ class DraftConnector:
                     f"the drafter speaks protocol_version {spoken}, this verifier "
                     f"{PROTOCOL_VERSION}; run both from the same release"
                 )
-            link = self.link = DraftLink(first.welcome, self._on_change)
+            # What is sent ahead wakes the path as well.
+            wakes = not self._settings.look_ahead
+            link = self.link = DraftLink(first.welcome, self._on_change, wakes=wakes)
             self.refused = False
             log.info("drafter joined", extra=fields(drafter=first.welcome.drafter_id))
             self._on_change(True)

@@ -3,9 +3,9 @@
     python tests/bench/split_round.py [--rounds 60] [--repeats 5]
 
 The same engine, target, drafter weights and prompts all ways; the drafter process listens on a
-Unix socket; one thread each, on cores of its own. "split" is what the services do, "waiting" the same without looking
-ahead. The ways run in turn, greedy, at 1 and 8 requests. Prints medians over rounds of the round
-time and the added time, in milliseconds and as a share of the round.
+Unix socket; one thread each, on cores of its own. "split" is what the services do, "waiting" the
+same without looking ahead. The ways run in turn, greedy, at 1 and 8 requests. Prints medians over
+rounds of the round time and the added time, in milliseconds and as a share of the round.
 """
 
 import argparse

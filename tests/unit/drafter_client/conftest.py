@@ -133,7 +133,7 @@ class Features:
 class Rig:
     """Loop thread, client, and as many drafters in a row as a test wants."""
 
-    def __init__(self, folder: Path, timeout_s: float) -> None:
+    def __init__(self, folder: Path, timeout_s: float, *, look_ahead: bool = True) -> None:
         self.timeout_s = timeout_s
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -141,7 +141,10 @@ class Rig:
         self.address = f"unix:{folder}/d.sock"
         self.counts, self.changes = Counts(), list[bool]()
         settings = LinkSettings(
-            self.address, draft_timeout_ms=timeout_s * 1e3, feature_dtype="bf16"
+            self.address,
+            draft_timeout_ms=timeout_s * 1e3,
+            feature_dtype="bf16",
+            look_ahead=look_ahead,
         )
         self.client = self.on_loop(self._make(settings))
         self.server: grpc.aio.Server | None = None
@@ -239,6 +242,13 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def hasty(tmp_path: Path) -> Iterator[Rig]:
     """A client that soon stops waiting."""
     with lasting(Rig(tmp_path, HASTY_S)) as made:
+        yield made
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Rig]:
+    """As `rig`, but it says nothing before a step has ended."""
+    with lasting(Rig(tmp_path, PATIENT_S, look_ahead=False)) as made:
         yield made
 
 

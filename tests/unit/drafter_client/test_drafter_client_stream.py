@@ -154,23 +154,23 @@ def test_a_restarted_drafter_gets_everything_again_from_row_0(rig: Any) -> None:
     assert rig.changes == [True, False, True]
 
 
-def test_the_path_is_woken_before_the_next_step_is_due(rig: Any) -> None:
-    fake, req = rig.connect(), rig.request()
-    rig.propose(req)
+def test_the_path_is_woken_before_the_next_step_is_due(waiting: Any) -> None:
+    fake, req = waiting.connect(), waiting.request()
+    waiting.propose(req)
     assert not fake.pings
     time.sleep(0.2)  # the target runs
-    rig.propose(req)
+    waiting.propose(req)
     assert not fake.pings  # no pause was known before
-    rig.eventually(lambda: fake.pings == 1, 0.5)
+    waiting.eventually(lambda: fake.pings == 1, 0.5)
     time.sleep(0.1)
-    rig.propose(req)
-    assert fake.pings == 1 and rig.changes == [True]  # its Pong means nothing else
+    waiting.propose(req)
+    assert fake.pings == 1 and waiting.changes == [True]  # its Pong means nothing else
 
 
-def test_the_path_is_not_woken_again_before_the_last_ping_is_answered(rig: Any) -> None:
-    fake, req = rig.connect(pongs=False), rig.request()
+def test_the_path_is_not_woken_again_before_the_last_ping_is_answered(waiting: Any) -> None:
+    fake, req = waiting.connect(pongs=False), waiting.request()
     for _ in range(4):
-        rig.propose(req)
+        waiting.propose(req)
         time.sleep(0.03)
     assert fake.pings == 1
 
