@@ -178,7 +178,9 @@ class DraftSync:
     def _first_row(self, entry: Entry) -> int:
         """Position of the first row that the drafter needs for the next anchor and all later."""
         request = entry.request
-        anchor_position = entry.start if request.decoding else len(request.token_ids)
+        anchor_position = entry.start
+        if not request.decoding:  # computed again in chunks, it may come to decode one token early
+            anchor_position = len(request.token_ids) - (request.num_output > 0)
         return max(0, anchor_position - self._context_window) if self._context_window else 0
 
     def _session(self, entry: Entry, first: int) -> _Session:

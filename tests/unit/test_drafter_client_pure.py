@@ -187,6 +187,14 @@ def test_a_window_needs_no_row_before_it() -> None:
     assert shape([ask]) == [(1, 20, 6, 4)] and ask.first_len == 14
 
 
+def test_a_request_computed_again_may_decode_from_its_last_known_token() -> None:
+    sync, req = synced(window=6), request(prompt=20, output=3)
+    (ask,) = sync.asks(plan(prefill(req, 18, 22)), 0.0)  # a chunk that leaves one token
+    assert shape([ask]) == [(1, 16, 2, 0)]
+    (ask,) = sync.asks(plan(decode(req)), 0.0)
+    assert shape([ask]) == [(1, 18, 4, 4)] and ask.first_len <= ask.anchor_position - 6
+
+
 def test_rows_that_fell_out_of_the_window_unsent_begin_a_new_epoch() -> None:
     sync, req = synced(window=6), request(prompt=20, output=1)
     (before,) = sync.asks(plan(decode(req)), 0.0)
