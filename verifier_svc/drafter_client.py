@@ -129,6 +129,7 @@ class DrafterClient:
         """Closes the session now if the drafter listens, else with the next step."""
         self._sync.release(request.session_id)
         self._wanted.pop(request.session_id, None)
+        self._arrived.by_session.pop(request.session_id, None)
         link = self._current_link()
         if link is not None:
             self._take_waiting(link)

@@ -26,6 +26,7 @@ from verifier_svc.drafter_client import DrafterClient
 from verifier_svc.drafting import Drafts
 from verifier_svc.request import (
     Entry,
+    Outlook,
     Plan,
     Request,
     SamplingParams,
@@ -117,8 +118,13 @@ class Counts(Telemetry):
         super().__init__()
         self.of: Counter[str] = Counter()
 
+    @property
+    def counts(self) -> bool:
+        return True
+
     def record(self, metric: Metric, value: float = 1, **labels: str) -> None:
-        self.of[".".join([metric.name.removeprefix("dspark."), *labels.values()])] += int(value)
+        if value:
+            self.of[".".join([metric.name.removeprefix("dspark."), *labels.values()])] += int(value)
 
 
 class Features:
@@ -175,8 +181,8 @@ class Rig:
 
     @staticmethod
     def good(step: pb.Step) -> list[pb.DraftResponse]:
-        """Answers every ask."""
-        return [proposals(step)]
+        """Answers every ask; a quiet step has none."""
+        return [] if step.quiet else [proposals(step)]
 
     @staticmethod
     def silent(step: pb.Step) -> list[pb.DraftResponse]:
@@ -224,6 +230,15 @@ class Rig:
         started = time.monotonic()
         drafts = self.client.propose(self.plan(*requests), Features())
         return drafts, time.monotonic() - started
+
+    def look_ahead(self, *outlooks: Outlook) -> None:
+        self.client.look_ahead(outlooks, Features())
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages that the engine has not read."""
+        link = self.client._link
+        return 0 if link is None else link.inbox.qsize()
 
     def suspend(self, *requests: Request) -> None:
         for _ in range(3):
