@@ -1,9 +1,9 @@
 """Telling the drafter how the step in progress will probably end, while the target still runs.
 
-Two things are known early. Once the tapped layers have run, the feature rows of every draft are
-there, whichever of them will count. And once the likely ids have their logits, so is the outcome,
-unless an unlikely token changes it. So the drafter begins before the step ends; where the outcome
-differs, `propose` corrects what was said. Nothing here touches the output.
+Two things are known before the output head has run. The feature rows of every draft are there,
+whichever of them will count. And once the likely ids have their logits, so is the outcome, unless
+an unlikely token changes it. So the drafter begins before the step ends; where the outcome differs,
+`propose` corrects what was said. Nothing here touches the output.
 """
 
 import torch

@@ -17,7 +17,11 @@ from verifier_svc.request import Plan
 
 
 class StepWatcher(Protocol):
-    """Is told how far a forward is, so that others may begin before it ends."""
+    """Is told how far a forward is, so that others may begin before it ends.
+
+    Not before the last layer is done: beside its many small operations the thread that sends would
+    compete for the interpreter, beside the head's large ones it does not.
+    """
 
     def rows_stored(self) -> None:
         """The feature rows of the whole step are in the store."""
@@ -67,7 +71,9 @@ class Runner:
             segments.append(Segment(first, num_rows, stop, request.block_table))
             if entry.samples:
                 sampled += range(first + entry.num_tokens - 1, first + num_rows)
-        hidden = self._run(token_ids, positions, segments, watcher)
+        hidden = self._run(token_ids, positions, segments)
+        if watcher is not None:
+            watcher.rows_stored()
         if len(sampled) < len(token_ids):
             hidden = hidden[self._tensor(sampled)]
         if not sampled:
@@ -75,11 +81,7 @@ class Runner:
         return self.model.logits(hidden, None if watcher is None else watcher.logits_likely)
 
     def _run(
-        self,
-        token_ids: list[int],
-        positions: list[int],
-        segments: list[Segment],
-        watcher: StepWatcher | None,
+        self, token_ids: list[int], positions: list[int], segments: list[Segment]
     ) -> torch.Tensor:
         self._kv.prepare(segments)
         slots = [
@@ -88,13 +90,9 @@ class Runner:
             for slot in self._kv.slots_of(s.block_table, s.context_len - s.num_query, s.context_len)
         ]
         batch = AttentionBatch(segments, self._tensor(slots), self._tensor(positions))
-
-        def store(taps: torch.Tensor) -> None:
+        hidden, taps = self.model.forward(self._tensor(token_ids), self._kv, batch, self._taps)
+        if taps is not None:
             self.features.write(batch.slots, taps)
-            if watcher is not None:
-                watcher.rows_stored()
-
-        hidden, _ = self.model.forward(self._tensor(token_ids), self._kv, batch, self._taps, store)
         self._kv.settle(segments)
         return hidden
 

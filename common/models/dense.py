@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.loading.safetensors_files import Checkpoint
 from common.models.config import TargetConfig
-from common.models.interfaces import Numerics, Tapped
+from common.models.interfaces import Numerics
 from common.models.invariance import SLICE, rows_of
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.block import Block, RMSNorm
@@ -82,26 +82,17 @@ class DenseTarget:
 
     @torch.inference_mode()
     def forward(
-        self,
-        token_ids: Tensor,
-        kv: PagedKV,
-        batch: AttentionBatch,
-        taps: Sequence[int] = (),
-        tapped: Tapped | None = None,
+        self, token_ids: Tensor, kv: PagedKV, batch: AttentionBatch, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64. Returns the residual stream [T, d] for `logits`, and the taps.
 
         taps: 0-based decoder layers whose output rows (residual stream after the layer) are
         returned side by side in list order, [T, len(taps) * d]; -1 is the embedding's output. None
-        if no taps. `tapped` gets them before the layers behind them run (all slices done, if
-        batch-invariant).
+        if no taps.
         """
         if self.numerics == "fast":
-            return self._rows(token_ids, batch.positions, kv, batch, taps, tapped)
-        hidden, rows = self._slices(token_ids, kv, batch, taps)
-        if tapped is not None and rows is not None:
-            tapped(rows)
-        return hidden, rows
+            return self._rows(token_ids, batch.positions, kv, batch, taps)
+        return self._slices(token_ids, kv, batch, taps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
@@ -119,20 +110,15 @@ class DenseTarget:
         kv: PagedKV,
         batch: AttentionBatch,
         taps: Sequence[int],
-        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        x, rows = F.embedding(token_ids, self.embed_tokens), None
+        x = F.embedding(token_ids, self.embed_tokens)
         rotation = self.rotary.rows(positions, x.dtype)
-        kept, last = {-1: x}, max(0, *taps) if taps else None
+        kept = {-1: x} if -1 in taps else {}
         for i, block in enumerate(self.blocks):
             x = block(x, rotation, kv, batch)
             if i in taps:
                 kept[i] = x
-            if i == last:
-                rows = torch.cat([kept[tap] for tap in taps], dim=1)
-                if tapped is not None:
-                    tapped(rows)
-        return x, rows
+        return x, torch.cat([kept[i] for i in taps], dim=1) if taps else None
 
     def _slices(
         self, token_ids: Tensor, kv: PagedKV, batch: AttentionBatch, taps: Sequence[int]

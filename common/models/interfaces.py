@@ -16,7 +16,6 @@ from common.nn.vocab_head import Midway
 
 Numerics = Literal["fast", "batch_invariant"]
 Projection = Callable[[Tensor], Tensor]  # taps [T, num_taps * hidden_size] -> [T, hidden_size]
-Tapped = Callable[[Tensor], None]  # is given the taps as soon as the last of them is there
 
 
 class TargetFacts(Protocol):
@@ -108,17 +107,10 @@ class Target(Protocol):
         ...
 
     def forward(
-        self,
-        token_ids: Tensor,
-        kv: Any,
-        batch: AttentionBatch,
-        taps: Sequence[int] = (),
-        tapped: Tapped | None = None,
+        self, token_ids: Tensor, kv: Any, batch: AttentionBatch, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64, kv: this model's -> rows [T, d] for `logits`, and the taps
         [T, len(taps) * d]: outputs of these 0-based layers side by side; None if no taps.
-
-        tapped: called once, if there are taps, when the layers behind them may still have to run.
         """
         ...
 

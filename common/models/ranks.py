@@ -20,7 +20,6 @@ from common.models.interfaces import (
     DraftModel,
     KVCache,
     Projection,
-    Tapped,
     Target,
     TargetFacts,
 )
@@ -169,12 +168,7 @@ class LeadingTarget:
         return LeadingKV(own)
 
     def forward(
-        self,
-        token_ids: Tensor,
-        kv: LeadingKV,
-        batch: AttentionBatch,
-        taps: Sequence[int] = (),
-        tapped: Tapped | None = None,
+        self, token_ids: Tensor, kv: LeadingKV, batch: AttentionBatch, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """See Target."""
         order = _Writer(Order.FORWARD)
@@ -182,7 +176,7 @@ class LeadingTarget:
         order.numbers(token_ids.tolist())
         order.segments(batch.segments, kv.kv_block_size)
         self._parallel.send(order.values)
-        return self._own.forward(token_ids, kv.own, batch, taps, tapped)
+        return self._own.forward(token_ids, kv.own, batch, taps)
 
     def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
         """See Target; rank 0 needs no other rank for it."""

@@ -4,7 +4,8 @@
 
 Both services run as processes on Unix sockets, one thread each; every prompt is generated at
 temperature 0 without and with drafting, in turn, on one verifier. A run is one pass over them all;
-the figures are medians over runs, the speed-up is the ratio of total tokens/s within a run.
+the figures are medians over runs, the speed-up is the ratio of total tokens/s within a run. The
+parts of a drafted round and a plain step's forward are means over prompts, in milliseconds.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from common.cli.demo import (
     DemoPair,
     acceptance_length,
     embedded_pair,
+    summarise,
     tokens_per_s,
 )
 from common.cli.processes import exit_on_sigterm
@@ -70,6 +72,10 @@ def main() -> None:
                 results["drafted_tokens_per_s"].append(drafted)
                 results["speedup"].append(drafted / plain)
                 results["acceptance_length"].append(acceptance_length(done[True]))
+                for part, ms in summarise(done[False], done[True], True).round_ms.items():
+                    results[f"round_ms_{part}"].append(ms)
+                steps = [g.finished.timings.mean_round.forward_us / 1e3 for g in done[False]]
+                results["plain_forward_ms"].append(statistics.mean(steps))
                 for kind in sorted({kind for kind, _ in prompts}):
                     own = [g for (k, _), g in zip(prompts, done[True], strict=True) if k == kind]
                     results[f"acceptance_length_{kind}"].append(acceptance_length(own))

@@ -25,7 +25,7 @@ from common.models.deepseek_v4.moe import MixtureOfExperts
 from common.models.deepseek_v4.rotation import PairRotary, Rotaries
 from common.models.deepseek_v4.step import Step, step_of
 from common.models.deepseek_v4.weights import DeepseekV4Weights
-from common.models.interfaces import Numerics, Tapped
+from common.models.interfaces import Numerics
 from common.models.invariance import SLICE, rows_of
 from common.nn.attention import AttentionBatch, Segment
 from common.nn.vocab_head import Midway, VocabHead
@@ -115,21 +115,16 @@ class DeepseekV4Target:
         kv: DeepseekV4Cache,
         batch: AttentionBatch,
         taps: Sequence[int] = (),
-        tapped: Tapped | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """token_ids [T] int64. Returns rows [T, d] for `logits`, and the taps.
 
         taps: 0-based layers whose output, averaged over the streams, is returned side by side in
-        list order, [T, len(taps) * d]. None if no taps. `tapped` gets them before the layers behind
-        them run (all slices done, if batch-invariant). `kv` must be prepared for the segments.
+        list order, [T, len(taps) * d]. None if no taps. `kv` must be prepared for the segments.
         """
         assert batch.causal, "a target's rows see their past only"
         if self.numerics == "fast":
-            return self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps, tapped)
-        hidden, rows = self._slices(token_ids, kv, batch, taps)
-        if tapped is not None and rows is not None:
-            tapped(rows)
-        return hidden, rows
+            return self._rows(step_of(token_ids, batch, kv, self.rotaries), kv, taps)
+        return self._slices(token_ids, kv, batch, taps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, midway: Midway | None = None) -> Tensor:
@@ -142,24 +137,15 @@ class DeepseekV4Target:
         return self.lm_head(slices, len(hidden), midway)
 
     def _rows(
-        self,
-        step: Step,
-        kv: DeepseekV4Cache,
-        taps: Sequence[int],
-        tapped: Tapped | None = None,
+        self, step: Step, kv: DeepseekV4Cache, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         h = streams_of(F.embedding(step.token_ids, self.embed_tokens), self.config.hc_mult)
         kept: dict[int, Tensor] = {}
-        rows, last = None, max(taps, default=None)
         for i, (layer, state) in enumerate(zip(self.layers, kv.layers, strict=True)):
             h = layer(h, step, state)
             if i in taps:
                 kept[i] = h.float().mean(1).to(h.dtype)
-            if i == last:
-                rows = torch.cat([kept[tap] for tap in taps], dim=1)
-                if tapped is not None:
-                    tapped(rows)
-        return self.hc_head(h), rows
+        return self.hc_head(h), torch.cat([kept[i] for i in taps], dim=1) if taps else None
 
     def _slices(
         self, token_ids: Tensor, kv: DeepseekV4Cache, batch: AttentionBatch, taps: Sequence[int]
