@@ -8,6 +8,7 @@ import torch
 
 from common.loading.tokenizer import StreamDecoder, Tokenizer
 from common.models.dense import DenseTarget
+from common.models.interfaces import Target
 from common.models.registry import load_target
 from common.testing.no_text import NoText
 from common.testing.tiny import tiny_target
@@ -31,7 +32,7 @@ class Rig:
 
     def __init__(
         self,
-        model: DenseTarget,
+        model: Target,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
         *,
@@ -48,14 +49,15 @@ class Rig:
         self.drafter = drafter or NoDrafter()
         self.events: list[Event] = []
         width = len(taps) * model.config.hidden_size
-        kv = model.new_kv(num_kv_blocks, kv_block_size)
+        recent = model.num_recent_blocks(kv_block_size, max_running, max_batch_tokens)
+        kv = model.new_kv(num_kv_blocks, kv_block_size, recent)
         features = FeatureStore(kv, width, dtype="fp32")
 
         def decoder_for(request: Request) -> TextDecoder:
             return StreamDecoder(tokenizer, request.token_ids) if tokenizer else NoText()
 
         self.scheduler = Scheduler(
-            KVBlocks(num_kv_blocks, kv_block_size),
+            KVBlocks(num_kv_blocks, kv_block_size, kv.release),
             SchedulerLimits(max_running, max_batch_tokens, max_drafts),
             decoder_for,
             self.drafter.release,

@@ -194,6 +194,16 @@ def test_a_timeout_of_one_step_keeps_the_drafts_of_the_other(hasty: Any) -> None
     assert took >= hasty.timeout_s and hasty.counts.of["draft_late.timeout"] == 1
 
 
+def test_drafts_of_a_wrong_guess_are_not_used_even_if_nothing_else_comes(hasty: Any) -> None:
+    fake, [req] = hasty.connect(), begun(hasty, 1)
+    hasty.look_ahead(Outlook(req, 8, 59, 4))
+    hasty.eventually(lambda: hasty.num_waiting == 1)
+    fake.answer = hasty.silent
+    decide(req, 6, 7, NEXT)
+    drafts, took = hasty.propose(req)
+    assert not drafts.by_session and took >= hasty.timeout_s
+
+
 def test_a_quiet_step_that_fails_begins_the_session_anew(rig: Any) -> None:
     status = pb.Proposal.Status
 
