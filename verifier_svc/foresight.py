@@ -49,10 +49,10 @@ class Foresight:
     def tell_guess(
         self, logits: torch.Tensor, plan: Plan, drafts: Drafts, features: FeatureSource
     ) -> dict[int, Verdict]:
-        """What the likely ids decide; returns the verdicts that follow from it."""
+        """What the likely ids decide; returns the verdicts on drafts that follow from it."""
         verdicts = self._verifier.verify(logits, plan, drafts, guess=True)
         self._drafter.look_ahead(self._scheduler.outlook(plan, verdicts), features)
-        return verdicts
+        return {i: verdict for i, verdict in verdicts.items() if plan.entries[i].max_drafts}
 
     def learn(self, guessed: dict[int, Verdict], decided: dict[int, Verdict]) -> None:
         """How good the guesses of one step were."""
