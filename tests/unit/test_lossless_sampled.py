@@ -9,7 +9,7 @@ and with one that dies.
 import gc
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from scipy import stats
 from common.models.dense import DenseTarget
 from common.nn.attention import AttentionBatch, Segment
 from verifier_svc.drafting import Draft, Drafts, FeatureSource, NoDrafter
-from verifier_svc.request import Plan, Request, SamplingMode
+from verifier_svc.request import Outlook, Plan, Request, SamplingMode
 
 VOCAB, NUM_TOKENS, NUM_RUNS = 8, 3, 20_000
 EOS = VOCAB - 1
@@ -114,8 +114,16 @@ class Sampler(NoDrafter):
         wanting = [entry for entry in plan.entries if entry.max_drafts]
         if not wanting or (self._dies_at and plan.step_id >= self._dies_at):
             return Drafts()
-        table = np.array([entry.request.session_id % len(self.ids) for entry in wanting])
-        previous = np.array([entry.request.token_ids[-1] for entry in wanting])
+        drafts = self._draw([(e.request.session_id, e.request.token_ids[-1]) for e in wanting])
+        return Drafts({
+            entry.request.session_id: draft.truncated(entry.max_drafts)
+            for entry, draft in zip(wanting, drafts, strict=True)
+        })  # fmt: skip
+
+    def _draw(self, after: list[tuple[int, int]]) -> list[Draft]:
+        """after: session id and last token of each draft."""
+        session_ids, previous = np.array(after).T
+        table = session_ids % len(self.ids)
         ids, probs, tokens = [], [], []
         for _ in range(2):
             ids.append(self.ids[table, previous])
@@ -125,19 +133,45 @@ class Sampler(NoDrafter):
             previous = ids[-1][np.arange(len(previous)), (running <= uniforms).sum(1)]
             tokens.append(previous)
         parts = zip(np.stack(tokens, 1).tolist(), np.stack(ids, 1), np.stack(probs, 1), strict=True)
-        drafts = [
+        return [
             Draft(tuple(t)) if self._one_hot else Draft(tuple(t), (), i, p) for t, i, p in parts
         ]
-        return Drafts({
-            entry.request.session_id: draft.truncated(entry.max_drafts)
-            for entry, draft in zip(wanting, drafts, strict=True)
-        })  # fmt: skip
 
     def release(self, request: Request) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+class EarlySampler(Sampler):
+    """Draws when the anchor is guessed, as a drafter that is told ahead; anew if it was wrong."""
+
+    looks_ahead = True
+
+    def __init__(self, *tables: np.ndarray) -> None:
+        super().__init__(*tables)
+        self.early: dict[int, tuple[int, int | None, Draft]] = {}
+        self.guesses = {True: 0, False: 0}  # by whether they were right
+
+    def look_ahead(self, outlooks: Sequence[Outlook], features: FeatureSource) -> None:
+        told = [outlook for outlook in outlooks if outlook.anchor_id is not None]
+        after = [(o.request.session_id, o.anchor_id or 0) for o in told]
+        for outlook, draft in zip(told, self._draw(after) if told else (), strict=True):
+            place = (outlook.start, outlook.anchor_id)
+            self.early[outlook.request.session_id] = (*place, draft)
+
+    def propose(self, plan: Plan, features: FeatureSource) -> Drafts:
+        drafts = super().propose(plan, features)
+        for entry in plan.entries:
+            start, anchor_id, draft = self.early.pop(entry.request.session_id, (-1, None, None))
+            if draft is not None and entry.max_drafts:
+                right = (start, anchor_id) == (entry.start, entry.request.token_ids[-1])
+                self.guesses[right] += 1
+                if right:
+                    found = draft.truncated(entry.max_drafts)
+                    drafts.by_session[entry.request.session_id] = found
+        return drafts
 
 
 def good_table(law: Law) -> np.ndarray:
@@ -228,6 +262,17 @@ def test_power_a_drafter_that_lies_about_its_distribution_fails(make_rig, model,
     drafter.sampled = drafter.probs**2
     requests = run(make_rig, model, CASES["top_k_top_p"], drafter, num_runs=6_000)
     assert p_value(requests, exact, eos_ends=False) < FAILS
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_the_law_with_drafts_of_guessed_anchors(make_rig, model, law, monkeypatch) -> None:
+    monkeypatch.setattr("verifier_svc.foresight.LEAST_RIGHT", 0.0)
+    exact = law("penalties")
+    drafter = EarlySampler(bad_table(exact), good_table(exact))
+    requests = run(make_rig, model, CASES["penalties"], drafter, num_runs=6_000)
+    assert p_value(requests, exact, eos_ends=True) > PASSES
+    assert min(drafter.guesses.values()) > 250
+    assert 0.05 < acceptance(requests) < 0.95
 
 
 @pytest.mark.parametrize("case", CASES)
