@@ -160,8 +160,10 @@ def measure(
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
+    settings = LinkSettings(listen, draft_timeout_ms=2000, look_ahead=False)
+
     async def connect() -> DrafterClient:
-        made = DrafterClient(LinkSettings(listen, draft_timeout_ms=2000), contract, Telemetry())
+        made = DrafterClient(settings, contract, Telemetry())
         await made.start()
         return made
 
