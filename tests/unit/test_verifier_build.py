@@ -10,10 +10,11 @@ import pytest
 
 from common.config import parse
 from common.errors import ConfigError, LoadError, StartupError
+from common.models.contracts import read_contract
 from common.telemetry import Telemetry
 from common.testing.configs import FLASH_0731, FLASH_MTP, QWEN8B, QWEN8B_TARGET
 from common.testing.tiny import tiny_drafter, tiny_target
-from verifier_svc.build import build_service
+from verifier_svc.build import _drafter, build_service
 from verifier_svc.config import VerifierConfig
 from verifier_svc.planning import decide
 from verifier_svc.service import VerifierService
@@ -165,3 +166,22 @@ def test_the_kv_cache_takes_what_it_may_and_bounds_the_context(
     flags = ["--dtype", "fp32", "--kv-memory-mb", "1", "--draft-model", draft, *LINK]
     drafted = build(settings("--model", target, *flags))
     assert drafted._engine.gauges().num_kv_blocks == (1 << 20) // ((256 + 128) * 16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "looks_ahead"),
+    [
+        ([], True),
+        (["--device", "cuda:1"], False),
+        (["--look-ahead", "auto", "--device", "cuda"], False),
+        (["--look-ahead", "on", "--device", "cuda"], True),
+        (["--look-ahead", "off"], False),
+    ],
+)
+def test_looking_ahead_is_left_to_the_device_unless_it_is_told(
+    folders: tuple[Path, Path], flags: list[str], looks_ahead: bool
+) -> None:
+    target, draft = folders
+    config = settings("--model", target, "--draft-model", draft, *LINK, *flags)
+    client = _drafter(config, read_contract(draft, target), Telemetry())
+    assert client._settings.look_ahead is looks_ahead
