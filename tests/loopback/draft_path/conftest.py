@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from common.models.contracts import read_contract
 from common.models.dspark_qwen3 import load_drafter
 from common.pb.v1 import drafter_pb2 as pb
 from common.pb.v1 import drafter_pb2_grpc
-from common.telemetry import Telemetry
+from common.telemetry import M, Metric, Telemetry
 from common.tensors import to_bytes
 from common.testing.tiny import tiny_drafter, tiny_target
 from verifier_svc.draft_link import LinkSettings
@@ -131,6 +132,18 @@ def on_loop(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> T:
     return asyncio.run_coroutine_threadsafe(run(), loop).result(10)
 
 
+class Lateness(Telemetry):
+    """Counts late steps by reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = Counter[str]()
+
+    def record(self, metric: Metric, value: float = 1, **labels: str) -> None:
+        if metric == M.DRAFT_LATE:
+            self.of[labels["reason"]] += int(value)
+
+
 class Verifier:
     """The engine's side of one client, with requests that grow."""
 
@@ -140,10 +153,11 @@ class Verifier:
         self, loop: asyncio.AbstractEventLoop, pair: Pair, listen: str, contract: Contract
     ) -> None:
         self.loop, self.pair, self.changes = loop, pair, list[bool]()
+        self.late = Lateness()
         settings = LinkSettings(listen, draft_timeout_ms=TIMEOUT_S * 1e3, feature_dtype="fp32")
 
         async def make() -> DrafterClient:
-            client = DrafterClient(settings, contract, Telemetry(), self.changes.append)
+            client = DrafterClient(settings, contract, self.late, self.changes.append)
             await client.start()
             return client
 

@@ -239,19 +239,21 @@ def test_kill_restart_freeze_and_drain(
     assert drafts.by_session[request.session_id].token_ids == pair.expected(request)
 
     os.kill(process.process.pid, signal.SIGSTOP)
+    verifier.late.of.clear()
     started = time.monotonic()
     for _ in range(20):
         verifier.grow(request, 1)
         verifier.propose(request)
-    assert time.monotonic() - started < 3 * verifier.timeout_s + 0.5
+    # Three steps wait in vain, then none does: counted, since a busy machine stretches any of them.
+    assert verifier.late.of == {"timeout": 3}
+    assert time.monotonic() - started < 20 * verifier.timeout_s
     eventually(lambda: verifier.state == "SUSPENDED")
     os.kill(process.process.pid, signal.SIGCONT)
     drafts = verifier.drafts(request)
     assert drafts.by_session[request.session_id].token_ids == pair.expected(request)
 
-    started = time.monotonic()
+    # The verifier left on Drain and nobody waited for it: `end` has less patience than a drain.
     assert process.end(signal.SIGTERM) == 0
-    assert time.monotonic() - started < 5  # the verifier left on Drain, nobody waited for it
     eventually(lambda: verifier.state == "CONNECTING")
     assert not verifier.propose(request).by_session
     assert verifier.changes == [True, False, True, False, True, False]
