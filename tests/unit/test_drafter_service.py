@@ -140,6 +140,28 @@ def test_a_peer_that_reads_nothing_is_not_read_either(play: Any) -> None:
     play(scene)
 
 
+def test_quiet_steps_are_answered_only_if_they_fail_and_hold_up_nobody(play: Any) -> None:
+    async def scene(service: DrafterService) -> None:
+        quiet = [step(i + 1, base_len=i) for i in range(41)]
+        for message in quiet:
+            message.step.quiet, message.step.entries[0].num_draft_tokens = True, 0
+        quiet[-1].step.entries[0].base_len = 99
+        other = step(42)
+        other.step.entries[0].session_id = 2
+        peer, context = Peer(hello(service), *quiet, other), Context()
+        call = draft(service, peer, context)
+        assert (await context.next()).HasField("welcome")
+        failed, answered = (await context.next()).proposals, (await context.next()).proposals
+        assert (failed.step_id, answered.step_id) == (41, 42)
+        (refused,), (good,) = failed.proposals, answered.proposals
+        assert refused.status == pb.Proposal.STATUS_BASE_MISMATCH and refused.base_len == 100
+        assert good.status == pb.Proposal.STATUS_OK
+        peer.say(None)
+        assert await settle(call) is None and context.messages.empty()
+
+    play(scene)
+
+
 @pytest.mark.parametrize("way", ["half-close", "bye", "cancel", "write fails"])
 def test_however_a_stream_ends_its_sessions_go(play: Any, way: str) -> None:
     async def scene(service: DrafterService) -> None:
