@@ -52,13 +52,13 @@ class Link:
 
     lost, answering = False, True
 
-    def __init__(self, model: DraftModel, eagerness: float, seed: int) -> None:
+    def __init__(self, model: DraftModel, eagerness: float, num_blocks: int) -> None:
         self.welcome = pb.Welcome(max_sessions=64, max_step_rows=MAX_ROWS, max_context_len=4000)
         self.form = RowForm(False, "fp32", model.config.feature_width)
         self.inbox, self.statuses = self, Counter[int]()
-        self._engine, self._up, self._num_up = engine_of(model, 200), Inbox(), 0
+        self._engine, self._up, self._num_up = engine_of(model, num_blocks), Inbox(), 0
         self._down = queue.SimpleQueue[pb.DraftResponse]()
-        self._eagerness, self._random = eagerness, random.Random(seed)
+        self._eagerness, self._random = eagerness, random.Random(3)
 
     def send(self, message: pb.DraftRequest) -> None:
         self._up.put(step_from_pb(message.step, 1, self.form, max_entries=64, max_rows=MAX_ROWS))
@@ -113,12 +113,20 @@ class Counts(Telemetry):
 class Checked(DrafterClient):
     """The client; whatever it proposes is compared with what the decided rows alone lead to."""
 
-    def __init__(self, model: DraftModel, target: Target, eagerness: float, *, ahead: bool) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        target: Target,
+        eagerness: float,
+        *,
+        ahead: bool = True,
+        num_blocks: int = 200,
+    ) -> None:
         self.counts, self.num_checked = Counts(), 0
         self.counts.of = Counter()
         settings = LinkSettings("unix:/nowhere", feature_dtype="fp32", look_ahead=ahead)
         super().__init__(settings, contract_of(model.config, target.config), self.counts)
-        self.link = Link(model, eagerness, seed=3)
+        self.link = Link(model, eagerness, num_blocks)
         self._connector.link = self.link  # type: ignore[assignment]
         self._model = model
 
@@ -174,7 +182,10 @@ def pairs(tiny_models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
                 drafter = load_deepseek_v4_drafter(path, torch.float32)[0]
                 made[name] = load_deepseek_v4(path, torch.float32)[0], drafter, None
             else:
-                target, path = tiny_models(layers=3, noise=0.5)
+                sizes = {"layers": 3, "noise": 0.5}
+                if name == "invariant":  # in bf16
+                    sizes |= {"family": "qwen3", "numerics": "batch_invariant"}
+                target, path = tiny_models(**sizes)
                 draft = tiny_drafter(folder, path)
                 made[name] = target, load_drafter(draft, path, torch.float32)[0], Tokenizer(path)
         return made[name]
@@ -238,6 +249,7 @@ def with_stops(make_rig, pair: Pair, asks: list[dict]) -> list[dict]:
         ("dense", "any", 8, "greedy"),
         ("dense", "any", 8, "coupled"),
         ("dense", "lazy", 1, "coupled"),
+        ("invariant", "any", 8, "coupled"),
         ("v4", "any", 8, "greedy"),
     ],
 )
@@ -254,7 +266,7 @@ def test_ids_and_texts_are_those_of_plain_decoding(
     ]
     asks = with_stops(make_rig, pair, asks)
     plain_rig, plain = run(make_rig, pair, asks, None)
-    client = Checked(pair[1], pair[0], RHYTHMS[rhythm], ahead=True)
+    client = Checked(pair[1], pair[0], RHYTHMS[rhythm])
     sizes = {"num_kv_blocks": 12} if batch == 8 and name == "dense" else {}
     rig, drafted = run(make_rig, pair, asks, client, max_running=batch, **sizes)
     for one, other in zip(plain, drafted, strict=True):
@@ -270,7 +282,7 @@ def test_ids_and_texts_are_those_of_plain_decoding(
 
 def test_rejection_sampling_gets_the_drafts_of_the_decided_anchor(make_rig, pairs) -> None:
     pair = pairs("dense")
-    client = Checked(pair[1], pair[0], RHYTHMS["any"], ahead=True)
+    client = Checked(pair[1], pair[0], RHYTHMS["any"])
     asks = [
         {"prompt_ids": ids, "max_tokens": 30, "temperature": 1.0, "seed": i, "ignore_eos": True}
         for i, ids in enumerate(prompts(8, VOCAB, 2))
@@ -280,6 +292,24 @@ def test_rejection_sampling_gets_the_drafts_of_the_decided_anchor(make_rig, pair
     counters = [request.counters for request in requests]
     accepted = sum(c.num_accepted_tokens for c in counters)
     assert 0 < accepted < sum(c.num_draft_tokens for c in counters)
+
+
+def test_a_drafter_without_room_for_all_costs_drafts_only(make_rig, pairs) -> None:
+    pair = pairs("dense")
+    asks = [
+        {"prompt_ids": ids, "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
+        for ids in prompts(8, VOCAB, 5)
+    ]
+    _, plain = run(make_rig, pair, asks, None)
+    client = Checked(pair[1], pair[0], RHYTHMS["any"], num_blocks=13)
+    _, drafted = run(make_rig, pair, asks, client)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    statuses = set(client.link.statuses)
+    assert statuses >= {pb.Proposal.STATUS_OK, pb.Proposal.STATUS_NO_ROOM}
+    assert statuses <= {
+        pb.Proposal.STATUS_OK, pb.Proposal.STATUS_NO_ROOM, pb.Proposal.STATUS_UNKNOWN_SESSION
+    }  # fmt: skip
+    assert client.num_checked > 20
 
 
 def test_a_right_guess_spares_a_message_and_no_row_goes_twice(make_rig, pairs) -> None:
@@ -317,7 +347,7 @@ def test_a_request_that_may_emit_no_likely_id_is_guessed_harmlessly(
     rejection = [{"temperature": t, "seed": 4, "top_k": 5, "top_p": 0.9} for t in (1.0, 1e-4)]
     asks = [{**base, **mode} for mode in [*modes, *rejection]]
     _, plain = run(make_rig, pair, asks, None)
-    client = Checked(pair[1], pair[0], RHYTHMS["any"], ahead=True)
+    client = Checked(pair[1], pair[0], RHYTHMS["any"])
     _, drafted = run(make_rig, pair, asks, client)
     for one, other in list(zip(plain, drafted, strict=True))[: len(modes)]:
         assert one.token_ids == other.token_ids
