@@ -83,7 +83,8 @@ class DrafterClient:
             return Drafts()
         self._sync.settle(plan)
         self._take_waiting(link)
-        if not self._breaker.allows or self._is_behind(link, plan):
+        # A link lost just now: what would have ended the wait may have been read already.
+        if link.lost or not self._breaker.allows or self._is_behind(link, plan):
             self._want({})
             return Drafts()
         ahead, asks, wanted = self._wanted, list[Ask](), dict[int, Want]()

@@ -182,6 +182,18 @@ def test_a_link_lost_after_the_guess_costs_no_wait(rig: Any) -> None:
     assert not drafts.by_session and took < rig.timeout_s / 2
 
 
+def test_a_link_lost_while_old_answers_are_read_costs_no_wait(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, [req] = rig.connect(), begun(rig, 1)
+    fake.answer, link = rig.silent, rig.client._link
+    rig.look_ahead(Outlook(req, 8, NEXT, 4))
+    decide(req, 6, 7, NEXT)
+    monkeypatch.setattr(rig.client._sync, "settle", lambda plan: link.lose())
+    drafts, took = rig.propose(req)
+    assert not drafts.by_session and took < rig.timeout_s / 2
+
+
 def test_a_timeout_of_one_step_keeps_the_drafts_of_the_other(hasty: Any) -> None:
     fake, [one, two] = hasty.connect(), begun(hasty, 1, 2)
     hasty.look_ahead(Outlook(one, 8, NEXT, 4))
