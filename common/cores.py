@@ -6,6 +6,7 @@ them, each wake-up costs about twice as much, and they take each other's caches.
 
 import os
 import re
+from pathlib import Path
 
 from common.errors import StartupError
 
@@ -46,13 +47,21 @@ def parse_cores(text: str) -> frozenset[int]:
 def two_shares() -> tuple[str | None, str | None]:
     """`--cores` of two services that share this machine: half of what this process may use each.
 
-    None if there are not two cores to share.
+    Threads of one physical core go to one of the two. None if there are not two cores to share.
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    half = len(allowed) // 2
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    physical = sorted({min(_siblings(core) & allowed) for core in allowed})
+    half = len(physical) // 2
     if not half:
         return None, None
-    return show_cores(set(allowed[:half])), show_cores(set(allowed[half:]))
+    shares = [set[int]().union(*map(_siblings, p)) for p in (physical[:half], physical[half:])]
+    return show_cores(shares[0] & allowed), show_cores(shares[1] & allowed)
+
+
+def _siblings(core: int) -> frozenset[int]:
+    """The cores that are threads of the same physical one, `core` among them."""
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    return parse_cores(path.read_text().strip()) if path.exists() else frozenset({core})
 
 
 def show_cores(cores: frozenset[int] | set[int]) -> str:

@@ -109,7 +109,7 @@ class M:
     SESSIONS = _gauge("dspark.sessions", "Open draft sessions.")
     EVICTIONS = _counter("dspark.evictions", "Sessions dropped to make room.")
     UNDRAFTED = _counter(
-        "dspark.undrafted_entries", "Entries of an old epoch, or whose anchor is old.", "reason"
+        "dspark.undrafted_entries", "Entries of an old epoch, or replaced by newer ones.", "reason"
     )
     DRAFT_STEP = _histogram("dspark.draft_step_seconds", "One batch, by part.", _ROUND_S, "part")
 

@@ -62,7 +62,7 @@ class RowForm:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One verifier step. `rows` has exactly the entries' rows, in entry order."""
+    """One Step message. `rows` has exactly the entries' rows, in entry order."""
 
     link: int
     step_id: int
@@ -70,7 +70,7 @@ class Step:
     rows: bytes
     form: RowForm
     close_ids: tuple[int, ...] = ()  # applied before the entries
-    quiet: bool = False  # answered only if an entry fails
+    quiet: bool = False  # answered only if there are drafts or failed entries
     received: float = field(default_factory=time.monotonic)
 
 
@@ -147,9 +147,8 @@ class Inbox:
 def newest_entries(batch: Iterable[Work]) -> dict[tuple[int, int], Entry]:
     """The last entry of every (link, session id) that is still open when the batch ends.
 
-    Only these may draft: an earlier anchor of the same session has been decided by its verifier
-    already, so a draft for it would be thrown away on arrival. That holds for another anchor at the
-    same or a lower position too: it was asked for before the verifier's step had ended.
+    Only these may draft: an earlier ask for the same session has been answered by the verifier's
+    own step, or was a guess that came otherwise, so its draft would be thrown away on arrival.
     """
     newest: dict[tuple[int, int], Entry] = {}
     for work in batch:

@@ -173,7 +173,7 @@ class DraftEngine:
 
     @torch.inference_mode()
     def catch_up(self) -> None:
-        """Ingests what `run` left: prompt rows, which nobody waits for."""
+        """Ingests what `run` left: rows of prompts and rows ahead, whose asks come later."""
         waiting, self._waiting = self._waiting, []
         self._ingest(waiting)
 

@@ -184,7 +184,7 @@ def _drafter(config: VerifierConfig, contract: Contract, telemetry: Telemetry) -
         draft_timeout_ms=config.draft_timeout_ms,
         projected=config.feature_form == "projected",
         feature_dtype=_feature_dtype(config),
-        # Elsewhere, copying rows in the middle of a forward stalls the device.
+        # Elsewhere, copying rows before the forward has ended stalls the device.
         look_ahead=config.look_ahead == "on"
         or (config.look_ahead == "auto" and config.device == "cpu"),
     )

@@ -64,7 +64,7 @@ class DraftLink:
         self, welcome: pb.Welcome, on_change: Callable[[bool], None], *, wakes: bool
     ) -> None:
         """wakes: the path is woken before the next step is due."""
-        self.welcome, self._on_change, self._wakes = welcome, on_change, wakes
+        self.welcome, self._on_change = welcome, on_change
         self.inbox: queue.SimpleQueue[pb.DraftResponse | None] = queue.SimpleQueue()  # None: lost
         self.lost = False
         self.answering = True  # loop thread: False from a suspension to the Pong that ends it
@@ -72,7 +72,7 @@ class DraftLink:
         self._outbox: asyncio.Queue[pb.DraftRequest] = asyncio.Queue()  # bounded by its sender
         self._nonces = itertools.count(1)
         self._awaited: int | None = None  # loop thread: nonce of the Ping without a Pong
-        self._rhythm = Rhythm()
+        self._rhythm = Rhythm() if wakes else None
         self._waking: int | None = None  # nonce of the Ping that wakes the path, until its Pong
         self._wake_timer: asyncio.TimerHandle | None = None
 
@@ -83,7 +83,8 @@ class DraftLink:
     def _put(self, message: pb.DraftRequest) -> None:
         self._outbox.put_nowait(message)
         self._cancel_waking()
-        self._rhythm.sent(self._loop.time())
+        if self._rhythm is not None:
+            self._rhythm.sent(self._loop.time())
 
     def probe(self, delay_s: float) -> None:
         """From any thread: drafting is suspended until the Pong to a Ping sent in `delay_s`."""
@@ -100,9 +101,11 @@ class DraftLink:
 
     def _answered(self, proposals: pb.Proposals) -> None:
         """Between two steps the path falls asleep; a Ping just before the next one wakes it."""
+        if self._rhythm is None:
+            return
         self._cancel_waking()
         delay = self._rhythm.answered(self._loop.time(), proposals.queue_us / 1e6)
-        if self._wakes and delay is not None and self._waking is None and self.answering:
+        if delay is not None and self._waking is None and self.answering:
             self._wake_timer = self._loop.call_later(delay, self._wake)
 
     def _wake(self) -> None:
@@ -232,7 +235,7 @@ class DraftConnector:
                     f"the drafter speaks protocol_version {spoken}, this verifier "
                     f"{PROTOCOL_VERSION}; run both from the same release"
                 )
-            # What is sent ahead wakes the path as well.
+            # Rows that are sent ahead wake the path as well.
             wakes = not self._settings.look_ahead
             link = self.link = DraftLink(first.welcome, self._on_change, wakes=wakes)
             self.refused = False

@@ -57,7 +57,9 @@ class Ask:
 class _Session:
     epoch: int
     first: int  # position of the epoch's first row
-    synced: int  # position up to which rows were sent on this stream in this epoch
+    # Position up to which the drafter holds rows on this stream in this epoch: what was sent, less
+    # what a guess had it drop, which goes again if the guess was wrong.
+    synced: int
     decided: int  # of them, those below are of decided tokens; the others were sent ahead
     open: bool = False  # the drafter may hold something of it
     num_refusals: int = 0  # since the last draft
@@ -93,7 +95,11 @@ class DraftSync:
         return closing
 
     def settle(self, plan: Plan) -> None:
-        """The step before `plan` is decided: of what was sent ahead in it, the right rows stay."""
+        """The step before `plan` is decided: of what was sent ahead in it, the right rows stay.
+
+        In every step, even if nothing is sent in it: one step later nobody knows any more which
+        rows were those of rejected drafts.
+        """
         for entry in plan.entries:
             session = self._sessions.get(entry.request.session_id)
             if session is not None and session.decided <= entry.start:
@@ -107,7 +113,7 @@ class DraftSync:
         asks, room = [], self._limits.max_step_rows
         num_open = self.num_open
         for entry in sorted(plan.entries, key=lambda entry: not entry.request.decoding):
-            if not self._wanted(entry):
+            if not self._may_draft(entry):
                 continue
             first = self._first_row(entry)
             if first > entry.start:  # of a prompt, nothing computed so far will be looked at
@@ -134,8 +140,8 @@ class DraftSync:
     def asks_ahead(self, outlooks: Iterable[Outlook]) -> list[Ask]:
         """What to send now for requests that will probably stand so after the step in progress.
 
-        If it comes otherwise, `settle` steps back, and the next ask for the session begins below
-        what was sent: the drafter then drops the rows that it holds from there on.
+        An ask that begins below what was sent has the drafter drop the rows from there on: those
+        of drafts that a guess rejects, and after `settle` those that came otherwise.
         """
         asks, room = [], self._limits.max_step_rows
         for outlook in outlooks:
@@ -162,8 +168,8 @@ class DraftSync:
             room -= num_rows
         return asks
 
-    def _wanted(self, entry: Entry) -> bool:
-        """Drafts are or will be of use, and the drafter's context can hold the request."""
+    def _may_draft(self, entry: Entry) -> bool:
+        """Drafts are or will be of use; a request that outgrows the drafter is released."""
         request = entry.request
         wishes = request.speculation
         if not wishes.enabled or wishes.max_draft_tokens == 0:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from common.contract import Contract
 from common.logs import fields
@@ -25,10 +25,11 @@ from verifier_svc.request import Outlook, Plan, Request, SamplingMode, SamplingP
 
 log = logging.getLogger(__name__)
 
-MAX_UNANSWERED = 12  # steps; below the drafter's own limit, past which it stops reading
+# Step messages; below the drafter's own limit, past which it stops reading.
+MAX_UNANSWERED = 12
 
 
-Want = tuple[int, Ask]  # step id, and what of it counts
+Want = tuple[int, Ask]  # id of the Step that asked, and what its draft must answer
 
 
 class DrafterClient:
@@ -48,9 +49,8 @@ class DrafterClient:
         self._sync = DraftSync(contract.block_size, contract.context_window)
         self._link: DraftLink | None = None  # the one that `_sync` speaks of
         self._unanswered: dict[int, list[Ask]] = {}  # step id -> what it asked
-        # By session: whose drafts count; and the drafts, once they are there.
-        self._wanted: dict[int, Want] = {}
-        self._arrived = Drafts()
+        self._wanted: dict[int, Want] = {}  # by session; other drafts do not count
+        self._answers: dict[int, Drafts] = {}  # by step id, of what is wanted
         self._last_step_id = 0
         self._complained = False  # of this link, in the log
         # Called by `propose` between sending and waiting: what else the engine thread has to do.
@@ -96,7 +96,6 @@ class DrafterClient:
                 asks.append(ask)
         step_id = self._send(link, asks, features)
         wanted |= {ask.request.session_id: (step_id, ask) for ask in asks if ask.num_drafts}
-        self._count_ahead(ahead, wanted)
         self._want(wanted)
         if wanted:
             self.meanwhile()
@@ -104,7 +103,7 @@ class DrafterClient:
         return self._take_drafts()
 
     @property
-    def looks_ahead(self) -> bool:
+    def may_look_ahead(self) -> bool:
         """The drafter listens, and nothing is piling up."""
         link = self._connector.link
         return (
@@ -119,7 +118,7 @@ class DrafterClient:
     def look_ahead(self, outlooks: Sequence[Outlook], features: FeatureSource) -> None:
         """Sends what will probably be asked next; `propose` finds out whether it was right."""
         link = self._link
-        if link is None or not self.looks_ahead:
+        if link is None or not self.may_look_ahead:
             return
         asks = self._sync.asks_ahead(outlooks)
         quiet = not any(ask.num_drafts for ask in asks)
@@ -129,8 +128,8 @@ class DrafterClient:
     def release(self, request: Request) -> None:
         """Closes the session now if the drafter listens, else with the next step."""
         self._sync.release(request.session_id)
-        self._wanted.pop(request.session_id, None)
-        self._arrived.by_session.pop(request.session_id, None)
+        if self._wanted.pop(request.session_id, None) is not None:
+            self._telemetry.record(M.ASKED_AHEAD, outcome="in_vain")
         link = self._current_link()
         if link is not None:
             self._take_waiting(link)
@@ -171,7 +170,7 @@ class DrafterClient:
         self._last_step_id += 1
         message = pb.DraftRequest()
         step = message.step
-        step.step_id, step.quiet = self._last_step_id, quiet
+        step.step_id, step.quiet = self._last_step_id, quiet or not asks
         step.close_ids.extend(closing)
         spans = []
         for ask in asks:
@@ -182,29 +181,33 @@ class DrafterClient:
             rows = features.read(spans)
             step.rows = rows
             self._telemetry.record(M.FEATURE_BYTES, len(rows))
-        self._unanswered[step.step_id] = asks
+        if asks:  # else there is nothing to answer
+            self._unanswered[step.step_id] = asks
         link.send(message)
         return self._last_step_id
 
     def _want(self, wanted: dict[int, Want]) -> None:
-        """From now on only these drafts count; of those that arrived, they stay."""
-        arrived = self._arrived.by_session
-        self._arrived.by_session = {
-            session_id: arrived[session_id]
-            for session_id, (step_id, _) in wanted.items()
-            if session_id in arrived and self._wanted[session_id][0] == step_id
-        }
+        """From now on only these drafts count; of answers that are there, theirs stay."""
+        if self._telemetry.counts:
+            before = self._wanted.items()
+            used = sum(wanted.get(i, (0,))[0] == step_id for i, (step_id, _) in before)
+            self._telemetry.record(M.ASKED_AHEAD, used, outcome="used")
+            self._telemetry.record(M.ASKED_AHEAD, len(before) - used, outcome="in_vain")
+        steps = {step_id for step_id, _ in wanted.values()}
+        self._answers = {i: drafts for i, drafts in self._answers.items() if i in steps}
         self._wanted = wanted
 
     def _take_drafts(self) -> Drafts:
-        """What arrived of what is wanted; afterwards nothing is."""
-        arrived, wanted = self._arrived, self._wanted
-        self._arrived, self._wanted = Drafts(), {}
-        drafts = {
-            session_id: draft.truncated(wanted[session_id][1].num_drafts)
-            for session_id, draft in arrived.by_session.items()
-        }
-        return Drafts(drafts, arrived.drafter_s)
+        """What is there of what is wanted; afterwards nothing is."""
+        wanted, answers = self._wanted, self._answers
+        self._wanted, self._answers = {}, {}
+        drafts = {}
+        for session_id, (step_id, ask) in wanted.items():
+            answer = answers.get(step_id)
+            draft = None if answer is None else answer.by_session.get(session_id)
+            if draft is not None:
+                drafts[session_id] = draft.truncated(ask.num_drafts)
+        return Drafts(drafts, max((drafts.drafter_s for drafts in answers.values()), default=0.0))
 
     def _is_behind(self, link: DraftLink, plan: Plan) -> bool:
         """So much is unanswered that nothing more is sent."""
@@ -212,12 +215,6 @@ class DrafterClient:
         if behind and plan.wants_drafts:
             self._late(link, "backlog")
         return behind
-
-    def _count_ahead(self, ahead: Mapping[int, Want], wanted: Mapping[int, Want]) -> None:
-        if self._telemetry.counts:
-            used = sum(wanted.get(i, (0,))[0] == step_id for i, (step_id, _) in ahead.items())
-            self._telemetry.record(M.ASKED_AHEAD, used, outcome="used")
-            self._telemetry.record(M.ASKED_AHEAD, len(ahead) - used, outcome="in_vain")
 
     def _wait(self, link: DraftLink) -> None:
         """Until every step with drafts that count is answered, or the time is over."""
@@ -269,6 +266,8 @@ class DrafterClient:
         for step_id in [i for i in self._unanswered if i <= proposals.step_id]:
             del self._unanswered[step_id]
         asked = {ask.request.session_id: ask for ask in asks}
+        spent_us = proposals.queue_us + proposals.ingest_us + proposals.draft_us
+        drafts = Drafts(drafter_s=spent_us / 1e6)
         for proposal in proposals.proposals:
             ask = asked.get(proposal.session_id)
             if (
@@ -287,10 +286,9 @@ class DrafterClient:
             else:
                 draft = self._draft(proposal, ask)
                 if draft is not None:
-                    self._arrived.by_session[proposal.session_id] = draft
+                    drafts.by_session[proposal.session_id] = draft
         if any(step_id == proposals.step_id for step_id, _ in self._wanted.values()):
-            spent_us = proposals.queue_us + proposals.ingest_us + proposals.draft_us
-            self._arrived.drafter_s += spent_us / 1e6
+            self._answers[proposals.step_id] = drafts
 
     def _refused(self, proposal: pb.Proposal) -> None:
         lost = (pb.Proposal.STATUS_UNKNOWN_SESSION, pb.Proposal.STATUS_BASE_MISMATCH)

@@ -78,14 +78,14 @@ class Drafter(Protocol):
         ...
 
     @property
-    def looks_ahead(self) -> bool:
+    def may_look_ahead(self) -> bool:
         """`look_ahead` is of use to it now."""
         ...
 
     def look_ahead(self, outlooks: Sequence[Outlook], features: FeatureSource) -> None:
-        """Between two `propose`: how the step in progress will probably end, for some requests.
+        """Between two `propose`: what is known of some requests before the step has ended.
 
-        May be called several times in a step, each time with what is known better by now.
+        May be called several times in a step; the newest guess about a request counts.
         """
         ...
 
@@ -106,7 +106,7 @@ class NoDrafter:
         return Drafts()
 
     @property
-    def looks_ahead(self) -> bool:
+    def may_look_ahead(self) -> bool:
         """Never."""
         return False
 

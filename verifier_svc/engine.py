@@ -46,7 +46,7 @@ class Engine:
         self._drafter = drafter
         self._verify_length = verify_length
         self._verifier = Verifier()
-        self._foresight = Foresight(scheduler, self._verifier, drafter)
+        self._foresight = Foresight(scheduler, self._verifier, drafter, runner.features)
         self._emit = emit
         self._max_waiting = max_waiting  # requests without a place among the running ones
         self._changed = threading.Condition()  # guards the next four
@@ -135,7 +135,7 @@ class Engine:
         self.flush()  # unless the drafter did while it waited
         drafted = time.monotonic()
         drafts = self._verify_length.choose(plan, drafts)
-        watch = self._foresight.watch(plan, drafts, self._runner.features)
+        watch = self._foresight.watch(plan, drafts)
         logits = self._runner.forward(plan, drafts, watch)
         computed = time.monotonic()
         verdicts = self._verifier.verify(logits, plan, drafts)

@@ -1,92 +1,103 @@
 """Telling the drafter how the step in progress will probably end, while the target still runs.
 
-Two things are known before the output head has run. The feature rows of every draft are there,
-whichever of them will count. And once the likely ids have their logits, so is the outcome, unless
-an unlikely token changes it. So the drafter begins before the step ends; where the outcome differs,
-`propose` corrects what was said. Nothing here touches the output.
+Before the output head runs, the feature rows of every draft are there, whichever of them will
+count: they are told. In the middle of the head the likely ids have their logits, and with them
+comes a guess at the outcome, right unless an unlikely token changes it: it is told too. So the
+drafter works while the target finishes, and where the outcome differs, `propose` corrects what was
+said. Nothing here touches the output.
 """
+
+from weakref import WeakKeyDictionary
 
 import torch
 
 from verifier_svc.drafting import Drafter, Drafts, FeatureSource
-from verifier_svc.request import Outlook, Plan, Verdict
+from verifier_svc.request import Entry, Outlook, Plan, Request, Verdict
 from verifier_svc.scheduler import Scheduler
 from verifier_svc.verify import Verifier
 
-# A right guess saves a drafter's wait about what a wrong one costs it. Below this share of right
-# ones (text in an alphabet of unlikely ids, high temperatures), only every so many steps guess.
+# What a right guess saves, a wrong one costs. Requests with a smaller share of right ones (text in
+# an alphabet of unlikely ids, high temperatures) are guessed about only every so many steps.
 LEAST_RIGHT = 0.6
 STEPS_BETWEEN_TRIALS = 16
 NEWEST_WEIGHT = 0.05  # of one guess in the share
 
 
 class Foresight:
-    """Of one engine; engine thread only."""
+    """Of one engine; engine thread only. Remembers how often it was right about each request."""
 
-    def __init__(self, scheduler: Scheduler, verifier: Verifier, drafter: Drafter) -> None:
-        self.share_right = 1.0  # of guessed outcomes, newer ones weigh more
-        self._scheduler, self._verifier, self._drafter = scheduler, verifier, drafter
+    def __init__(
+        self, scheduler: Scheduler, verifier: Verifier, drafter: Drafter, features: FeatureSource
+    ) -> None:
+        self.scheduler, self.verifier = scheduler, verifier
+        self.drafter, self.features = drafter, features
+        self._shares: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._num_steps = 0
 
-    def watch(self, plan: Plan, drafts: Drafts, features: FeatureSource) -> "Watch | None":
+    def watch(self, plan: Plan, drafts: Drafts) -> "Watch | None":
         """Follows one forward; None if nobody would use what it sees."""
-        if not (plan.wants_drafts and self._drafter.looks_ahead):
+        if not (plan.wants_drafts and self.drafter.may_look_ahead):
             return None
         self._num_steps += 1
-        guesses = self.share_right >= LEAST_RIGHT or not self._num_steps % STEPS_BETWEEN_TRIALS
-        return Watch(self, plan, drafts, features, guesses)
+        return Watch(self, plan, drafts, trial=not self._num_steps % STEPS_BETWEEN_TRIALS)
 
-    def tell_rows(self, plan: Plan, drafts: Drafts, features: FeatureSource) -> None:
-        """The rows of all drafts are there."""
-        outlooks = []
-        for entry in plan.entries:
-            if entry.request.decoding and entry.max_drafts:
-                draft = drafts.of(entry.request)
-                num_drafts = 0 if draft is None else len(draft.token_ids)
-                outlooks.append(Outlook(entry.request, entry.start + 1 + num_drafts))
-        self._drafter.look_ahead(outlooks, features)
+    def share_right(self, request: Request) -> float:
+        """Of the guesses about this request; newer ones weigh more."""
+        return self._shares.get(request, 1.0)
 
-    def tell_guess(
-        self, logits: torch.Tensor, plan: Plan, drafts: Drafts, features: FeatureSource
-    ) -> dict[int, Verdict]:
-        """What the likely ids decide; returns the verdicts on drafts that follow from it."""
-        verdicts = self._verifier.verify(logits, plan, drafts, guess=True)
-        self._drafter.look_ahead(self._scheduler.outlook(plan, verdicts), features)
-        return {i: verdict for i, verdict in verdicts.items() if plan.entries[i].max_drafts}
-
-    def learn(self, guessed: dict[int, Verdict], decided: dict[int, Verdict]) -> None:
-        """How good the guesses of one step were."""
-        for index, verdict in guessed.items():
-            right = verdict.token_ids == decided[index].token_ids
-            self.share_right += NEWEST_WEIGHT * (right - self.share_right)
+    def learn(self, request: Request, *, right: bool) -> None:
+        """How one guess turned out."""
+        share = self.share_right(request)
+        self._shares[request] = share + NEWEST_WEIGHT * (right - share)
 
 
 class Watch:
     """The `StepWatcher` of one step."""
 
-    def __init__(
-        self,
-        foresight: Foresight,
-        plan: Plan,
-        drafts: Drafts,
-        features: FeatureSource,
-        guesses: bool,
-    ) -> None:
-        self._foresight, self._guesses = foresight, guesses
-        self._plan, self._drafts, self._features = plan, drafts, features
-        self._guessed: dict[int, Verdict] = {}
+    def __init__(self, foresight: Foresight, plan: Plan, drafts: Drafts, *, trial: bool) -> None:
+        self._foresight, self._plan, self._drafts = foresight, plan, drafts
+        self._trial = trial
+        self._guessed: dict[Request, Verdict] = {}
 
     def rows_stored(self) -> None:
-        """See StepWatcher."""
-        self._foresight.tell_rows(self._plan, self._drafts, self._features)
+        """Tells the rows of anchors and all drafts."""
+        outlooks = [
+            Outlook(entry.request, entry.start + self._num_rows(entry))
+            for entry in self._plan.entries
+            if entry.max_drafts
+        ]
+        self._foresight.drafter.look_ahead(outlooks, self._foresight.features)
 
     def logits_likely(self, logits: torch.Tensor) -> None:
-        """See StepWatcher."""
-        if self._guesses:
-            self._guessed = self._foresight.tell_guess(
-                logits, self._plan, self._drafts, self._features
-            )
+        """Guesses, about requests that draft, and tells what follows from it."""
+        foresight, entries, rows, row = self._foresight, list[Entry](), list[int](), 0
+        for entry in self._plan.entries:
+            num_rows = self._num_rows(entry) if entry.samples else 0
+            if entry.max_drafts and self._is_worth_it(entry.request):
+                entries.append(entry)
+                rows += range(row, row + num_rows)
+            row += num_rows
+        if not entries:
+            return
+        plan = Plan(self._plan.step_id, tuple(entries))
+        own = logits if len(rows) == row else logits[torch.tensor(rows, device=logits.device)]
+        verdicts = foresight.verifier.verify(own, plan, self._drafts, guess=True)
+        self._guessed = {entries[index].request: verdict for index, verdict in verdicts.items()}
+        outlooks = foresight.scheduler.outlook(plan, verdicts)
+        foresight.drafter.look_ahead(outlooks, foresight.features)
 
     def ended(self, verdicts: dict[int, Verdict]) -> None:
-        """The step's real outcome."""
-        self._foresight.learn(self._guessed, verdicts)
+        """Compares with the step's real outcome."""
+        for index, verdict in verdicts.items():
+            request = self._plan.entries[index].request
+            guess = self._guessed.get(request)
+            if guess is not None:
+                self._foresight.learn(request, right=guess.token_ids == verdict.token_ids)
+
+    def _is_worth_it(self, request: Request) -> bool:
+        return self._trial or self._foresight.share_right(request) >= LEAST_RIGHT
+
+    def _num_rows(self, entry: Entry) -> int:
+        """Rows of logits of an entry that samples: after its last known token, after each draft."""
+        draft = self._drafts.of(entry.request) if entry.max_drafts else None
+        return 1 if draft is None else 1 + len(draft.token_ids)

@@ -183,12 +183,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Where a decoding request will probably stand once the step in progress is decided."""
+    """What is known of a decoding request before the step in progress is decided."""
 
     request: Request
-    start: int  # position of its next anchor; rows before it are there
-    anchor_id: int | None = None  # None: nothing is known of it yet
-    max_drafts: int = 0  # drafts that the next round will want; 0 without an anchor
+    start: int  # feature rows before this position are there
+    # A guess: then `start` is where its next anchor will be. None: no guess, only rows.
+    anchor_id: int | None = None
+    max_drafts: int = 0  # drafts that the next round will want; 0 without a guess
 
 
 @dataclass(frozen=True)

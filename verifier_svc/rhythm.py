@@ -1,9 +1,9 @@
 """When the path to the drafter is to be woken, so that the next step finds it awake.
 
-Pure: callers pass the time. While the target runs, nothing passes between the two services: their
-threads sleep, their code leaves the caches and idle cores halt. A small message shortly before the
-next step wakes all that in time. The last pause between an answer and the step after it tells when
-that step is due.
+Pure: callers pass the time. Where nothing is told ahead, nothing passes between the two services
+while the target runs: their threads sleep, their code leaves the caches and idle cores halt. A
+small message shortly before the next step wakes all that in time. The last pause between an answer
+and the step after it tells when that step is due.
 """
 
 AHEAD_S = 0.002  # of 0.5 to 4 ms, all wake; sooner and it has fallen asleep again

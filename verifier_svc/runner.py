@@ -19,8 +19,8 @@ from verifier_svc.request import Plan
 class StepWatcher(Protocol):
     """Is told how far a forward is, so that others may begin before it ends.
 
-    Not before the last layer is done: beside its many small operations the thread that sends would
-    compete for the interpreter, beside the head's large ones it does not.
+    Only once the last layer is done: a layer is many small operations, between which the thread
+    that sends would take the interpreter from this one; the head is two large ones.
     """
 
     def rows_stored(self) -> None:

@@ -112,7 +112,7 @@ class Scheduler:
         found = []
         for index, entry in enumerate(plan.entries):
             request = entry.request
-            if not (request.decoding and entry.max_drafts):
+            if not entry.max_drafts:
                 continue
             verdict = verdicts[index]
             num_known = len(request.token_ids) + len(verdict.token_ids)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cores import parse_cores, show_cores, use_cores
+from common.cores import parse_cores, show_cores, two_shares, use_cores
 from common.errors import StartupError
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -28,6 +28,16 @@ def test_ranges_and_lists() -> None:
 def test_what_names_no_cores_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match="--cores"):
         parse_cores(text)
+
+
+def test_shares_are_halves_of_whole_physical_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 6})
+    monkeypatch.setattr("common.cores._siblings", lambda core: frozenset({core % 4, core % 4 + 4}))
+    assert two_shares() == ("0,4", "1-2,5-6")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7})  # one core, two threads
+    assert two_shares() == (None, None)
+    monkeypatch.setattr("common.cores._siblings", lambda core: frozenset({core}))
+    assert two_shares() == ("3", "7")
 
 
 def test_cores_that_are_not_there_are_refused_by_what_is() -> None:

@@ -31,13 +31,13 @@ BASE = {"prompt_ids": [1, 2], "temperature": 0.0, "logit_bias": LIKELY}
 class Notes(NoDrafter):
     """Drafts the same id over and over; writes down what it is told."""
 
-    def __init__(self, draft: tuple[int, ...] = (), *, looks_ahead: bool = True) -> None:
-        self.draft, self.wants, self.step_id = draft, looks_ahead, 0
+    def __init__(self, draft: tuple[int, ...] = (), *, may_look_ahead: bool = True) -> None:
+        self.draft, self.wants, self.step_id = draft, may_look_ahead, 0
         self.rows: list[tuple[int, list[Outlook]]] = []  # by step id
         self.guesses: list[tuple[int, list[Outlook]]] = []
 
     @property
-    def looks_ahead(self) -> bool:
+    def may_look_ahead(self) -> bool:
         return self.wants
 
     def propose(self, plan: Plan, features: FeatureSource) -> Drafts:
@@ -75,8 +75,10 @@ def test_right_guesses_go_on_and_bring_the_others_back(make_rig: Any, tiny_model
     notes = Notes((5, 5))
     rig = make_rig(tiny_models()[0], None, notes, max_drafts=4, taps=(0,))
     foresight = rig.engine._foresight
-    foresight.share_right = LEAST_RIGHT - 0.01
-    rig.run([rig.ask("r", **{**BASE, "max_tokens": 100})])
+    request = rig.ask("r", **{**BASE, "max_tokens": 100})
+    while foresight.share_right(request) >= LEAST_RIGHT:
+        foresight.learn(request, right=False)
+    rig.run([request])
     first = notes.rows[0][0]
     trial = STEPS_BETWEEN_TRIALS
     steps = [step_id - first + 1 for step_id, _ in notes.guesses]
@@ -86,7 +88,15 @@ def test_right_guesses_go_on_and_bring_the_others_back(make_rig: Any, tiny_model
         rounds = step_id - first + 1
         assert outlook.start == len([1, 2]) + 3 * rounds
         assert [told.start for told in dict(notes.rows)[step_id]] == [outlook.start]
-    assert foresight.share_right > LEAST_RIGHT + 0.1
+    assert foresight.share_right(request) > LEAST_RIGHT + 0.1
+
+
+def test_text_of_unlikely_ids_stops_no_guess_about_others(make_rig: Any, tiny_models: Any) -> None:
+    notes, base = Notes((5,)), {**BASE, "max_tokens": 60}
+    _, likely = run(make_rig, tiny_models()[0], notes, {**base, "logit_bias": UNLIKELY}, base)
+    told = [[o.request for o in outlooks] for _, outlooks in notes.guesses]
+    last_rounds = told[20:25]  # by then the first one is guessed about in trials only
+    assert last_rounds and all(requests == [likely] for requests in last_rounds)
 
 
 def test_only_guesses_that_are_told_are_counted(make_rig: Any, tiny_models: Any) -> None:
@@ -149,7 +159,7 @@ def test_the_end_by_id_is_foreseen_as_it_will_come(
     [
         (Notes(), {"speculation_enabled": False}),
         (Notes(), {"max_draft_tokens": 0}),
-        (Notes(looks_ahead=False), {}),
+        (Notes(may_look_ahead=False), {}),
     ],
 )
 def test_where_nobody_drafts_nothing_is_guessed(
@@ -271,7 +281,7 @@ def test_rows_are_there_when_they_are_told_and_before_the_logits(
     monkeypatch.setattr(
         rig.engine._foresight,
         "watch",
-        lambda plan, drafts, rows: (w := watch(plan, drafts, rows)) and Spy(w, rig, plan, drafts),
+        lambda plan, drafts: (w := watch(plan, drafts)) and Spy(w, rig, plan, drafts),
     )
     rig.run([rig.ask(f"r{i}", [i + 1] * 3, temperature=0.0, max_tokens=20) for i in range(3)])
     assert checked > 10 and order == ["rows", "logits", "end"] * checked

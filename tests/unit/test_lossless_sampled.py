@@ -147,7 +147,7 @@ class Sampler(NoDrafter):
 class EarlySampler(Sampler):
     """Draws when the anchor is guessed, as a drafter that is told ahead; anew if it was wrong."""
 
-    looks_ahead = True
+    may_look_ahead = True
 
     def __init__(self, *tables: np.ndarray) -> None:
         super().__init__(*tables)

@@ -61,7 +61,8 @@ class DrafterServiceServicer(object):
         when the drafter drains. FAILED_PRECONDITION: the contract does not match (the message names every
         field that differs). INVALID_ARGUMENT: the peer broke the protocol. RESOURCE_EXHAUSTED: too many
         verifiers. UNAVAILABLE: draining or not loaded yet. Faults of one session never end the stream:
-        they come back as that session's `Proposal.status`.
+        they come back as that session's `Proposal.status`. Steps and pings are answered in order; while 16 of
+        them have no answer (quiet steps: are not done), the drafter reads no further.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

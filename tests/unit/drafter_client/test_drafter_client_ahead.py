@@ -163,11 +163,11 @@ def test_another_stream_between_guess_and_ask_begins_from_row_0(rig: Any) -> Non
     decide(req, 6, 7, NEXT)
     again = rig.serve()
     rig.eventually(lambda: rig.state == "READY")
-    assert not rig.client.looks_ahead  # nothing is known of what it holds yet
+    assert not rig.client.may_look_ahead  # nothing is known of what it holds yet
     rig.look_ahead(Outlook(req, 9, 70, 4))
     assert rig.propose(req)[0].by_session[1].token_ids == DRAFTS
     (step,) = again.steps
-    assert shape(step) == [(0, 8, 4, NEXT)] and rig.client.looks_ahead
+    assert shape(step) == [(0, 8, 4, NEXT)] and rig.client.may_look_ahead
 
 
 def test_a_link_lost_after_the_guess_costs_no_wait(rig: Any) -> None:
@@ -245,7 +245,7 @@ def test_a_silent_drafter_is_told_ahead_only_so_much(rig: Any) -> None:
     fake.answer = rig.silent
     for start in range(11, 40):
         rig.look_ahead(Outlook(req, start))
-    assert not rig.client.looks_ahead
+    assert not rig.client.may_look_ahead
     prompt = rig.request(2, prompt=250)
     for start in range(0, 200, 10):
         prompt.num_computed = start
@@ -265,7 +265,7 @@ def test_while_suspended_nothing_is_told_and_afterwards_no_row_is_missing(hasty:
     hasty.suspend(req)
     hasty.eventually(lambda: fake.pings == 1)
     num_steps = len(fake.steps)
-    assert not hasty.client.looks_ahead
+    assert not hasty.client.may_look_ahead
     for token_id in (70, 71, 72):
         hasty.look_ahead(Outlook(req, len(req.token_ids), token_id, 4))
         decide(req, token_id)
@@ -281,3 +281,14 @@ def test_while_suspended_nothing_is_told_and_afterwards_no_row_is_missing(hasty:
         assert entry.epoch == 1 and held - 4 <= entry.base_len <= held
         held = entry.base_len + entry.num_rows
     assert held == req.num_computed == 10
+
+
+def test_requests_that_end_in_a_burst_are_no_backlog(rig: Any) -> None:
+    fake = rig.connect()
+    for first in (1, 9, 17):
+        for request in begun(rig, *range(first, first + 8)):
+            rig.client.release(request)
+    begun(rig, 30)
+    assert rig.client.may_look_ahead and not rig.counts.of["draft_late.backlog"]
+    rig.eventually(lambda: sum(len(step.close_ids) for step in fake.steps) == 24)
+    assert all(step.quiet for step in fake.steps if not step.entries)
