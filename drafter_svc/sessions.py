@@ -150,7 +150,6 @@ class SessionTable:
                 detail = f"{base_len - first_len} rows of epoch {epoch} are not held here"
                 return Refusal(Status.UNKNOWN_SESSION, detail)
             session = Session(link, session_id, epoch, first_len, first_len)
-            self._forget(session, first_len)
         elif mismatch := self._mismatch(session, base_len, first_len):
             self._drop(session)
             return Refusal(Status.BASE_MISMATCH, mismatch)
@@ -177,15 +176,16 @@ class SessionTable:
     def _grow(self, session: Session, num_rows: int, now: float) -> Refusal | None:
         """Gives `session` its blocks and enters it into the table, or says why not."""
         limits, key = self.limits, (session.link, session.session_id)
-        if limits.context_window:
-            # What the window of the farthest cut from here will look at stays.
-            self._forget(session, session.length - limits.block_size - limits.context_window)
         total = session.length + num_rows + limits.block_size
         if total > limits.max_context_len:
             return Refusal(
                 Status.NO_ROOM,
                 f"{total} tokens, one session holds at most {limits.max_context_len}",
             )
+        if limits.context_window:
+            # What the window of the farthest cut from here will look at stays.
+            farthest = session.length - limits.block_size - limits.context_window
+            self._forget(session, max(session.first_len, farthest))
         opening = key not in self._sessions
         if opening and self._sessions_of[session.link] >= limits.max_sessions_per_link:
             detail = f"a verifier may hold at most {limits.max_sessions_per_link} sessions"

@@ -1,5 +1,6 @@
 """drafter_svc/sessions.py: fencing, room, eviction; no block is ever lost or shared."""
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,18 @@ def test_session_limits_per_verifier_and_in_all() -> None:
 
 def windowed() -> SessionTable:
     return table(1, limits=replace(LIMITS, context_window=8, max_context_len=1000))
+
+
+def test_rows_that_begin_beyond_what_fits_are_refused_before_anything_is_laid_out() -> None:
+    sessions = windowed()
+    tracemalloc.start()
+    try:
+        refused = sessions.extend(1, 7, 1, 2**24, 0, now=0.0, first_len=2**24)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert status(refused) is Status.NO_ROOM
+    assert peak_bytes < 100_000, "a table for the places before first_len"
 
 
 def test_a_windows_rows_may_begin_anywhere_and_only_they_take_blocks() -> None:
