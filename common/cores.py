@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import StartupError
 
-_PART = re.compile(r"(\d+)(?:-(\d+))?")
+_PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 def use_cores(text: str | None) -> None:
