@@ -24,7 +24,9 @@ def test_ranges_and_lists() -> None:
     assert show_cores({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "0,,1", "-1", "1.5", "0-99999999", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "a", "1-", "3-1", "0,,1", "-1", "1.5", "0-99999999", "9" * 5000]
+)
 def test_what_names_no_cores_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match="--cores"):
         parse_cores(text)
