@@ -57,11 +57,15 @@ class _Link:
         self.last_step_id = 0
         self.credits = asyncio.Semaphore(_MAX_UNANSWERED)
         # Bounded by `credits`, but for eviction notices: at most one per session that was open.
-        self.outbox: asyncio.Queue[tuple[pb.DraftResponse, bool] | None] = asyncio.Queue()
+        self.outbox: asyncio.Queue[tuple[pb.DraftResponse | None, bool] | None] = asyncio.Queue()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def send(self, message: pb.DraftResponse, *, answer: bool = False) -> None:
-        """Queues one message; an `answer` gives its credit back once it is written."""
+    def send(self, message: pb.DraftResponse | None, *, answer: bool = False) -> None:
+        """Queues one message; an `answer` gives its credit back once it is written.
+
+        None: a step that is done without one, whose credit waits its turn all the same. Else a peer
+        that reads nothing could go on for ever, and so would the notices that wait for it.
+        """
         self.outbox.put_nowait((message, answer))
 
     def end(self, error: Unavailable) -> None:
@@ -263,11 +267,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     def _dispatch(self, messages: list[tuple[int, pb.DraftResponse | None, bool]]) -> None:
         for number, message, answer in messages:
             link = self._links.get(number)
-            if link is None:  # it left in the meantime
-                continue
-            if message is None:
-                link.credits.release()
-            else:
+            if link is not None:  # else it left in the meantime
                 link.send(message, answer=answer)
 
     def _died(self) -> None:
@@ -286,6 +286,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
 async def _write(link: _Link, context: grpc.aio.ServicerContext) -> None:
     while (item := await link.outbox.get()) is not None:
         message, answer = item
-        await context.write(message)
+        if message is not None:
+            await context.write(message)
         if answer:
             link.credits.release()

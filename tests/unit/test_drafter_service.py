@@ -118,10 +118,13 @@ def draft(service: DrafterService, peer: Peer, context: Context) -> asyncio.Task
     return asyncio.create_task(service.Draft(aiter(peer), context))  # type: ignore[arg-type]
 
 
-def test_a_peer_that_reads_nothing_is_not_read_either(play: Any) -> None:
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_peer_that_reads_nothing_is_not_read_either(play: Any, quiet: bool) -> None:
     async def scene(service: DrafterService) -> None:
-        context = Context()
-        peer = Peer(hello(service), *(step(i + 1, base_len=i) for i in range(60)))
+        context, steps = Context(), [step(i + 1, base_len=i) for i in range(60)]
+        for message in steps[:-1] if quiet else ():
+            message.step.quiet, message.step.entries[0].num_draft_tokens = True, 0
+        peer = Peer(hello(service), *steps)
         context.open.clear()
         call = draft(service, peer, context)
         await asyncio.sleep(0.3)
