@@ -52,6 +52,7 @@ class DrafterClient:
         self._wanted: dict[int, Want] = {}  # by session; other drafts do not count
         self._answers: dict[int, Drafts] = {}  # by step id, of what is wanted
         self._last_step_id = 0
+        self._drafter_s = 0.0  # what the drafter says that its last answer took it
         self._complained = False  # of this link, in the log
         # Called by `propose` between sending and waiting: what else the engine thread has to do.
         self.meanwhile: Callable[[], None] = lambda: None
@@ -120,6 +121,9 @@ class DrafterClient:
         link = self._link
         if link is None or not self.may_look_ahead:
             return
+        if 2 * self._drafter_s > self._settings.draft_timeout_ms / 1e3:
+            # A wrong guess and what corrects it must both fit into the wait.
+            outlooks = [outlook for outlook in outlooks if outlook.anchor_id is None]
         asks = self._sync.asks_ahead(outlooks)
         quiet = not any(ask.num_drafts for ask in asks)
         step_id = self._send(link, asks, features, quiet=quiet)
@@ -267,7 +271,8 @@ class DrafterClient:
             del self._unanswered[step_id]
         asked = {ask.request.session_id: ask for ask in asks}
         spent_us = proposals.queue_us + proposals.ingest_us + proposals.draft_us
-        drafts = Drafts(drafter_s=spent_us / 1e6)
+        self._drafter_s = spent_us / 1e6
+        drafts = Drafts(drafter_s=self._drafter_s)
         for proposal in proposals.proposals:
             ask = asked.get(proposal.session_id)
             if (

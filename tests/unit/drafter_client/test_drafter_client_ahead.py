@@ -292,3 +292,21 @@ def test_requests_that_end_in_a_burst_are_no_backlog(rig: Any) -> None:
     assert rig.client.may_look_ahead and not rig.counts.of["draft_late.backlog"]
     rig.eventually(lambda: sum(len(step.close_ids) for step in fake.steps) == 24)
     assert all(step.quiet for step in fake.steps if not step.entries)
+
+
+def test_a_drafter_without_time_for_a_correction_gets_no_guess(rig: Any) -> None:
+    took_us = round(0.6e6 * rig.timeout_s)
+
+    def answer(step: pb.Step) -> list[pb.DraftResponse]:
+        response = rig.proposals(step)
+        response.proposals.draft_us = took_us
+        return [] if step.quiet else [response]
+
+    fake, [req] = rig.connect(answer), begun(rig, 1)
+    rig.look_ahead(Outlook(req, 8, NEXT, 4))
+    decide(req, 6, 7, NEXT)
+    took_us = 100
+    assert rig.propose(req)[0].by_session[1].token_ids == DRAFTS
+    assert [shape(step) for step in fake.steps[1:]] == [[(5, 5, 0, 0)], [(8, 0, 4, NEXT)]]
+    rig.look_ahead(Outlook(req, 9, NEXT, 4))  # there is time again
+    rig.eventually(lambda: shape(fake.steps[-1]) == [(8, 1, 4, NEXT)])
