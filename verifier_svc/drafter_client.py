@@ -211,7 +211,8 @@ class DrafterClient:
             draft = None if answer is None else answer.by_session.get(session_id)
             if draft is not None:
                 drafts[session_id] = draft.truncated(ask.num_drafts)
-        return Drafts(drafts, max((drafts.drafter_s for drafts in answers.values()), default=0.0))
+        drafter_s = max((answer.drafter_s for answer in answers.values()), default=0.0)
+        return Drafts(drafts, drafter_s)
 
     def _is_behind(self, link: DraftLink, plan: Plan) -> bool:
         """So much is unanswered that nothing more is sent."""
