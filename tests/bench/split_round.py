@@ -123,15 +123,15 @@ def main() -> None:
         contract.block_size,
         contract.vocab_size,
     )
-    use_cores(cores)
     loop = uvloop.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="dspark-bench-") as name:
         flags = ["--model", str(draft), "--target-model", str(target), "--threads", "1"]
         flags += [] if drafter_cores is None else ["--cores", drafter_cores]
         listen = f"unix:{name}/d.sock"
         with ServiceProcess("drafter_svc", flags, listen=listen, log=Path(name) / "log") as own:
             own.wait_ready()
+            use_cores(cores)  # before this process starts the threads that are to stay there
+            threading.Thread(target=loop.run_forever, daemon=True).start()
             clients = {
                 way: asyncio.run_coroutine_threadsafe(
                     connect(listen, contract, look_ahead=way == "split"), loop
