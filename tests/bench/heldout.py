@@ -1,6 +1,6 @@
 """Acceptance and end-to-end speed-up of the embedded pair on the 30 held-out prompts.
 
-    python tests/bench/heldout.py [--runs 5] [--max-tokens 128] [--limit N] [--min-survival S]
+    python tests/bench/heldout.py [--runs 5] [--max-tokens 256] [--limit N] [--min-survival S]
 
 Both services run as processes on Unix sockets, one thread each; every prompt is generated at
 temperature 0 without and with drafting, in turn, on one verifier. A run is one pass over them all;
@@ -50,7 +50,7 @@ def main() -> None:
     """Prints one line per run, then the medians as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--limit", type=int, default=30)
     parser.add_argument("--min-survival", default=MIN_SURVIVAL, help="0: verify every draft")
     args = parser.parse_args()
