@@ -53,11 +53,11 @@ class StepReply:
 
     link: int
     step_id: int
-    quiet: bool = False  # not worth a message without proposals
     proposals: list[Proposal] = field(default_factory=list)
     queue_s: float = 0.0  # receipt to compute start
     ingest_s: float = 0.0
     draft_s: float = 0.0
+    quiet: bool = False  # not worth a message without proposals
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class DraftEngine:
             match work:
                 case Step():
                     queue_s = started - work.received
-                    reply = StepReply(work.link, work.step_id, work.quiet, queue_s=queue_s)
+                    reply = StepReply(work.link, work.step_id, queue_s=queue_s, quiet=work.quiet)
                     self._admit(work, reply, newest, started, spans, wishes)
                     replies.append(reply)
                 case Ping(link, nonce):

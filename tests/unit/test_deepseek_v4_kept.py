@@ -19,8 +19,8 @@ from common.models.deepseek_v4.model import DeepseekV4Target
 from common.models.deepseek_v4.moe import MixtureOfExperts
 from common.models.deepseek_v4.weights import DeepseekV4Weights
 from common.nn.attention import AttentionBatch, Segment
-from common.nn.linear import Linear
 from common.nn.quant_linear import QuantLinear, keeps_quantised
+from common.nn.vocab_head import VocabHead
 from common.parallel import ALONE, Parallel
 from common.testing.deepseek_v4 import Kind, plain_weights, tiny_deepseek_v4
 from common.testing.numeric import max_difference
@@ -84,7 +84,7 @@ def test_the_target_computes_the_same(folder: Path, tmp_path: Path, repack: Repa
         assert isinstance(layer.experts.experts, StackedExperts)
         assert isinstance(layer.attention.wo_b, QuantLinear)
         assert isinstance(layer.attention.wo_a, Tensor), "a plain matrix in the released code too"
-    assert isinstance(kept.lm_head, Linear)
+    assert isinstance(kept.lm_head, VocabHead)  # always dequantised
     notes = [note for note in told_kept.notes if "kept" in note]
     assert not [note for note in told.notes if "kept" in note]
     num_experts = 3 * plain.config.num_experts * plain.config.num_layers
