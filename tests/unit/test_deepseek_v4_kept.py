@@ -19,6 +19,7 @@ from common.models.deepseek_v4.model import DeepseekV4Target
 from common.models.deepseek_v4.moe import MixtureOfExperts
 from common.models.deepseek_v4.weights import DeepseekV4Weights
 from common.nn.attention import AttentionBatch, Segment
+from common.nn.linear import Linear
 from common.nn.quant_linear import QuantLinear, keeps_quantised
 from common.nn.vocab_head import VocabHead
 from common.parallel import ALONE, Parallel
