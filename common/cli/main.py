@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 from common.config import EXIT_BAD_SETTINGS
@@ -22,12 +23,17 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module(f"common.cli.{command}").add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return int(args.func(args))
+        code = int(args.func(args))
+        sys.stdout.flush()
+        return code
     except DsparkError as error:
         print(f"dspark: {' '.join(error.message.split())}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
     except KeyboardInterrupt:
         return 130  # the shell's code for death by SIGINT
+    except BrokenPipeError:  # whoever read us has seen enough: `dspark detect PATH | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        return 141  # the shell's code for death by SIGPIPE
 
 
 if __name__ == "__main__":
