@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from verifier_svc.request import Outlook, Plan, Request
+from verifier_svc.request import Entry, Outlook, Plan, Request
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Drafts:
     def of(self, request: Request) -> Draft | None:
         """The draft of `request`, if one came in time."""
         return self.by_session.get(request.session_id)
+
+    def within(self, entry: Entry) -> Draft | None:
+        """The draft that may go through the target with `entry`: None where there is no room."""
+        return self.of(entry.request) if entry.max_drafts else None
 
 
 @dataclass(frozen=True)

@@ -99,5 +99,5 @@ class Watch:
 
     def _num_rows(self, entry: Entry) -> int:
         """Rows of logits of an entry that samples: after its last known token, after each draft."""
-        draft = self._drafts.of(entry.request) if entry.max_drafts else None
+        draft = self._drafts.within(entry)
         return 1 if draft is None else 1 + len(draft.token_ids)

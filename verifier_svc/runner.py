@@ -60,7 +60,7 @@ class Runner:
         sampled: list[int] = []
         for entry in plan.entries:
             request, start = entry.request, entry.start
-            draft = drafts.of(request) if entry.max_drafts else None
+            draft = drafts.within(entry)
             first, known = len(token_ids), start + entry.num_tokens
             token_ids += request.token_ids[start:known]
             if draft is not None:

@@ -80,7 +80,7 @@ class Verifier:
                 state = self._states.get(request)
                 if state is None:
                     state = self._states[request] = SamplingState(request)
-                draft = drafts.of(request) if entry.max_drafts else None
+                draft = drafts.within(entry)
                 blocks.append(Block(index, request, state, row, draft))
                 row += blocks[-1].num_rows
         return blocks

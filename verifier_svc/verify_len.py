@@ -52,7 +52,7 @@ class VerifyLength:
         """The drafts to verify; a request whose drafts are all cut keeps an empty Draft."""
         chosen = {}
         for entry in plan.entries:
-            draft = drafts.of(entry.request) if entry.max_drafts else None
+            draft = drafts.within(entry)
             if draft is None:
                 continue
             wished = entry.request.speculation.min_survival

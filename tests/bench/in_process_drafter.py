@@ -85,7 +85,6 @@ def _entry(ask: Ask) -> Entry:
     sampling, wish = ask.request.sampling, GREEDY
     if not sampling.greedy:
         wish = Sampling(MODES[sampling.mode], sampling.temperature, sampling.seed)
-    anchor = ask.request.token_ids[ask.anchor_position] if ask.num_drafts else 0
     session_id, num_rows = ask.request.session_id, ask.num_rows
     return Entry(
         session_id,
@@ -93,7 +92,7 @@ def _entry(ask: Ask) -> Entry:
         ask.base_len,
         num_rows,
         ask.num_drafts,
-        anchor,
+        ask.anchor_id,
         wish,
         ask.first_len,
     )
